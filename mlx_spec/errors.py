@@ -1,0 +1,25 @@
+"""What can go wrong, as one family. Each message names the offending value, what is accepted, and the next step."""
+
+
+class MLXSpecError(Exception):
+    """Base of every error mlx-spec raises on purpose. The command line prints its message as one line."""
+
+
+class ModelNotFound(MLXSpecError):
+    """A model, draft or file that is not there, is incomplete, or cannot be downloaded."""
+
+
+class IncompatiblePair(MLXSpecError):
+    """A draft whose tokenizer gives other ids than the target's for the same strings."""
+
+
+class DoesNotFit(MLXSpecError):
+    """A request for more memory than the machine, or the pool, has."""
+
+
+class BadConfig(MLXSpecError):
+    """A value out of range, a broken file, or an architecture that is not known."""
+
+
+class KernelUnavailable(MLXSpecError):
+    """A Metal kernel that this machine cannot run."""
