@@ -1,0 +1,272 @@
+"""The tokenizer on small vocabularies built here: streaming, stop strings, chat templates."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from mlx_spec.errors import BadConfig
+from mlx_spec.tokenizer import StopScanner, TextStream, Tokenizer
+
+SPECIAL = ["<s>", "</s>", "<|user|>"]
+
+
+def _wrap(backend: Backend, chat_template: str | None = None) -> Tokenizer:
+    backend.add_special_tokens([AddedToken(string, special=True) for string in SPECIAL])
+    backend.add_tokens([AddedToken("<think>", special=False)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = chat_template
+    return Tokenizer(TokenizerWrapper(fast))
+
+
+def byte_level(chat_template: str | None = None) -> Tokenizer:
+    """Every byte, a few merges, some of which cut characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("Ġ", "t"), ("Ġt", "he"), ("ð", "Ł"), ("â", "Ĥ"), ("a", "ð")]
+    strings = alphabet + [left + right for left, right in merges]
+    vocabulary = {string: token for token, string in enumerate(strings)}
+    backend = Backend(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return _wrap(backend, chat_template)
+
+
+def sentencepiece(*, fused: bool, chat_template: str | None = None, ends: bool = False) -> Tokenizer:
+    """Pieces with a leading ▁, and a token for each byte; adds a BOS token, and if `ends` an EOS token."""
+    strings = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    strings += ["▁", "▁▁", "a", "▁a", "b", "▁the", "é", "\ufffd", ",", "▁日"]
+    vocabulary = {string: token for token, string in enumerate(strings)}
+    backend = Backend(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    if fused:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    tokenizer = Backend.from_str(backend.to_str())
+    tokenizer.add_special_tokens([AddedToken(string, special=True) for string in SPECIAL])
+    start, end = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>" if ends else "<s> $A", special_tokens=[("<s>", start), ("</s>", end)])
+    return _wrap(tokenizer, chat_template)
+
+
+TOKENIZERS = {
+    "byte level": byte_level(),
+    "sentencepiece, fused": sentencepiece(fused=True),
+    "sentencepiece, metaspace": sentencepiece(fused=False),
+}
+every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
+
+
+def _pieces(stream: TextStream, tokens: list[int]) -> list[str]:
+    return [*(stream.add(token) for token in tokens), stream.finish()]
+
+
+@every_tokenizer
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_stream_equals_decode(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    any_token = st.integers(0, tokenizer.vocabulary_size - 1)
+    # Few distinct tokens make long runs of the same awkward ones.
+    few = data.draw(st.lists(any_token, min_size=1, max_size=5))
+    tokens = data.draw(st.lists(st.one_of(any_token, st.sampled_from(few)), max_size=120))
+    assert "".join(_pieces(tokenizer.stream(), tokens)) == tokenizer.decode(tokens)
+
+
+@every_tokenizer
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=80))
+def test_stream_never_cuts_a_character(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    text = text.replace("\ufffd", "")
+    pieces = _pieces(tokenizer.stream(), tokenizer._encode_plain(text))
+    expected = tokenizer.decode(tokenizer._encode_plain(text))
+    assert "".join(pieces) == expected
+    if "\ufffd" not in expected:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@every_tokenizer
+@pytest.mark.parametrize("kind", ["text", "same", "broken", "cut"])
+def test_stream_costs_the_same_at_any_length(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = TOKENIZERS[name]
+    vocabulary = tokenizer.vocabulary()
+    byte = (lambda value: vocabulary[f"<0x{value:02X}>"]) if "<0x00>" in vocabulary else (
+        lambda value: tokenizer._encode_plain(bytes([value]).decode("latin-1"))[-1] if value < 128
+        else vocabulary[{0x80: "Ģ", 0xE4: "ä", 0xBD: "½"}[value]])
+    tokens = {
+        "text": tokenizer._encode_plain("the a, b the 日 " * 200),
+        "same": [vocabulary["a"]] * 2000,
+        "broken": [byte(0x80)] * 2000,
+        "cut": [byte(0xE4), byte(0xBD)] * 1000,
+    }[kind]
+    expected = tokenizer.decode(tokens)
+    decoded = 0
+    original = Tokenizer.decode
+
+    def counting(self: Tokenizer, some: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(some)
+        return original(self, some)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    assert "".join(_pieces(tokenizer.stream(), tokens)) == expected
+    assert decoded <= 25 * len(tokens)
+
+
+def test_stream_gives_words_as_they_come() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    stream = tokenizer.stream()
+    assert [stream.add(token) for token in tokenizer.encode(" the")] == [" the"]
+    smile = [stream.add(token) for token in tokenizer.encode("b😀b")]
+    assert smile == ["b", "", "", "😀", "b"]
+
+
+def _naive(text: str, stop: list[str]) -> tuple[str, bool]:
+    for end in range(1, len(text) + 1):
+        lengths = [len(string) for string in stop if text[:end].endswith(string)]
+        if lengths:
+            return text[: end - max(lengths)], True
+    return text, False
+
+
+@settings(max_examples=1000, deadline=None)
+@given(pieces=st.lists(st.text("abc", max_size=6), max_size=12),
+       stop=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4))
+def test_stop_scanner_equals_naive_search(pieces: list[str], stop: list[str]) -> None:
+    scanner = StopScanner(stop)
+    shown, stopped = "", False
+    for piece in pieces:
+        part, stopped = scanner.add(piece)
+        shown += part
+        if stopped:
+            break
+    shown += scanner.finish()
+    assert (shown, stopped) == _naive("".join(pieces), stop)
+
+
+def test_stop_scanner_holds_back_no_more_than_needed() -> None:
+    scanner = StopScanner(["</end>", "</e"])
+    assert scanner.add("x<") == ("x", False)
+    assert scanner.add("/") == ("", False)
+    assert scanner.add("p") == ("</p", False)
+    assert scanner.add("y</e") == ("y", True)
+    assert scanner.add("more") == ("", True)
+    assert scanner.finish() == ""
+
+
+@pytest.mark.parametrize("stop", [["a", "ab"], ["ab", "a"]])
+def test_stop_string_that_begins_another_wins(stop: list[str]) -> None:
+    assert StopScanner(stop).add("xaby") == ("x", True)
+
+
+def test_empty_stop_string_is_refused() -> None:
+    with pytest.raises(BadConfig, match="''"):
+        StopScanner(["x", ""])
+
+
+def test_sizes_and_specials() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    vocabulary = tokenizer.vocabulary()
+    assert tokenizer.vocabulary_size == max(vocabulary.values()) + 1
+    assert tokenizer.end_tokens == {vocabulary["</s>"]}
+    assert tokenizer.decode([vocabulary["<s>"], vocabulary["he"], vocabulary["<think>"]]) == "he<think>"
+    assert tokenizer.token_text(vocabulary["</s>"]) == "</s>"
+    assert tokenizer.token_text(vocabulary["Ġthe"]) == " the"
+    assert TOKENIZERS["sentencepiece, fused"].token_text(
+        TOKENIZERS["sentencepiece, fused"].vocabulary()["▁a"]) == " a"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_encode_adds_one_start_token_and_no_end_token(ends: bool) -> None:
+    tokenizer = sentencepiece(fused=False, ends=ends)
+    vocabulary = tokenizer.vocabulary()
+    assert tokenizer.encode("a")[0] == vocabulary["<s>"]
+    assert tokenizer.encode("a").count(vocabulary["</s>"]) == 0
+    assert tokenizer.encode("<s>a").count(vocabulary["<s>"]) == 1
+    assert tokenizer.encode("") == [vocabulary["<s>"]]
+
+
+PLAIN = ("{{ bos_token }}{% for m in messages %}<|user|>{{ m.role }}:{{ m.content }}\n{% endfor %}"
+         "{% if add_generation_prompt %}assistant:{% endif %}")
+REFUSES = ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('No system role') }}"
+           "{% endif %}{{ m.role }}:{{ m.content }}\n{% endfor %}")
+DROPS = ("{% for m in messages %}{% if m.role != 'system' %}{{ m.role }}:{{ m.content }}\n{% endif %}"
+         "{% endfor %}")
+RAISES = "{{ raise_exception('Conversation roles must alternate') }}"
+ARGUMENT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if shout %}!{% endif %}"
+
+
+def _all(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    return tokenizer._decode_all(tokens)
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_chat_adds_the_generation_prompt_and_one_start_token() -> None:
+    tokenizer = sentencepiece(fused=True, chat_template=PLAIN)
+    tokens = tokenizer.chat([_message("user", "a")])
+    assert tokens.count(tokenizer.vocabulary()["<s>"]) == 1
+    assert _all(tokenizer, tokens).endswith("assistant:")
+
+
+def test_chat_hands_arguments_to_the_template() -> None:
+    tokenizer = byte_level(ARGUMENT)
+    assert _all(tokenizer, tokenizer.chat([_message("user", "hi")], shout=True)) == "hi!"
+
+
+@pytest.mark.parametrize("template", [REFUSES, DROPS])
+def test_chat_folds_the_system_text_and_says_so_once(template: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = byte_level(template)
+    messages = [_message("system", "be brief"), _message("user", "hi"), _message("assistant", "yo")]
+    with caplog.at_level(logging.WARNING, "mlx_spec"):
+        text = _all(tokenizer, tokenizer.chat(messages))
+        tokenizer.chat(messages)
+    assert text == "user:be brief\n\nhi\nassistant:yo\n"
+    assert [record.message for record in caplog.records if "no system role" in record.message] == [
+        "the model's chat template has no system role: the system text opens the user turn"]
+
+
+def test_chat_folds_a_system_text_without_user_turn_after_it() -> None:
+    tokenizer = byte_level(DROPS)
+    assert _all(tokenizer, tokenizer.chat([_message("system", "s")])) == "user:s\n"
+
+
+def test_chat_keeps_the_system_turn_where_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = byte_level(PLAIN)
+    text = _all(tokenizer, tokenizer.chat([_message("system", "s"), _message("user", "u")]))
+    assert "system:s\n" in text
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("roles", [("user",), ("system", "user")])
+def test_a_template_that_raises_is_one_line_with_a_way_out(roles: tuple[str, ...]) -> None:
+    tokenizer = byte_level(RAISES)
+    with pytest.raises(BadConfig, match=r"Conversation roles must alternate.*--raw") as caught:
+        tokenizer.chat([_message(role, "x") for role in roles])
+    assert "\n" not in str(caught.value)
+
+
+def test_chat_without_template_is_refused() -> None:
+    with pytest.raises(BadConfig, match="--raw"):
+        byte_level().chat([_message("user", "x")])
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user"}], [{"role": "", "content": "x"}], ["text"],
+                                      [{"role": "user", "content": ["parts"]}], [{"content": "x"}]])
+def test_malformed_messages_are_refused(messages: list[Any]) -> None:
+    with pytest.raises(BadConfig, match=r"message"):
+        byte_level(PLAIN).chat(messages)
