@@ -1,0 +1,153 @@
+"""The seam between engine and models: one token sequence being decoded. Token ids and logits; nothing of text.
+
+Invariant of every user of a context: it holds a prefix of the committed tokens, never anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlx_spec.architectures.decoder import Decoder
+from mlx_spec.attention import AttentionPass
+from mlx_spec.kv import PagePool, PageTable
+
+Tokens = Sequence[int] | mx.array
+
+
+class Context(Protocol):
+    """One sequence of tokens in a model's cache."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether `rewind` is exact. Where it is not, only `rewind(0)` and `rewind(length)` are allowed."""
+
+    @property
+    def chains_cheaply(self) -> bool:
+        """Whether a pass may be built on one that is still in flight without a costly copy of the cache."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Columns of the logits."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values, those of other sequences in the same pool included."""
+
+    def extend(self, tokens: Tokens, rows: int | None = None) -> mx.array:
+        """Append n tokens, (n,) int32; logits (rows, vocabulary_size) of the last `rows` of them, all by default.
+
+        Lazy: nothing is computed until the logits, or the cache (`evaluate`), are.
+        """
+
+    def evaluate(self) -> None:
+        """Wait until the cache has been written."""
+
+    def rewind(self, length: int) -> None:
+        """Forget everything from `length` on."""
+
+    def fork(self) -> Context:
+        """A second sequence with the same past."""
+
+    def close(self) -> None:
+        """Give the memory back. The context is empty afterwards."""
+
+
+class LanguageModel(Protocol):
+    """What makes contexts: weights and the memory for their keys and values."""
+
+    rewind_obstacle: str | None
+    """Why contexts cannot be rewound, or None if they can."""
+
+    def new_context(self) -> Context: ...
+
+
+class PagedModel:
+    """A native definition and its page pool."""
+
+    rewind_obstacle = None
+
+    def __init__(self, module: Decoder) -> None:
+        self.module = module
+        arguments = module.arguments
+        self.pool = PagePool(
+            layers=arguments.layers,
+            kv_heads=arguments.kv_heads,
+            head_dim=arguments.head_dim,
+            dtype=module.model.norm.weight.dtype,
+        )
+
+    def new_context(self) -> PagedContext:
+        return PagedContext(self.module, PageTable(self.pool))
+
+
+class PagedContext:
+    """A sequence whose keys and values are pages of its model's pool."""
+
+    can_rewind = True
+
+    def __init__(self, module: Decoder, table: PageTable) -> None:
+        self._module, self.table = module, table
+
+    @property
+    def length(self) -> int:
+        return self.table.length
+
+    @property
+    def chains_cheaply(self) -> bool:
+        return self.table.pool.chains_cheaply
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self._module.arguments.vocabulary_size
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.pool.nbytes
+
+    def extend(self, tokens: Tokens, rows: int | None = None) -> mx.array:
+        tokens = tokens if isinstance(tokens, mx.array) else mx.array(tokens, dtype=mx.int32)
+        before = self.table.length
+        self.table.append(tokens.size)
+        try:
+            attention = AttentionPass(self.table.pool, [self.table], tokens.size)
+            hidden = self._module.hidden(tokens[None], attention)[0]  # (n, hidden_size)
+            if rows is not None and rows < tokens.size:
+                hidden = hidden[tokens.size - rows :]
+            return self._module.logits(hidden)
+        except BaseException:
+            self.table.rewind(before)
+            raise
+
+    def evaluate(self) -> None:
+        self.table.pool.evaluate()
+
+    def rewind(self, length: int) -> None:
+        self.table.rewind(length)
+
+    def fork(self) -> PagedContext:
+        return PagedContext(self._module, self.table.fork())
+
+    def close(self) -> None:
+        self.table.rewind(0)
+
+
+def prefill(context: Context, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:
+    """Bring `context`, which holds a prefix of `tokens`, up to all of them but the last, in chunks.
+
+    `progress` is told how many tokens each chunk had. No logits are computed.
+    """
+    # On a CPU the cost per row hardly falls beyond a few dozen rows: small chunks keep Ctrl-C and progress quick.
+    chunk = 64 if mx.default_device() == mx.cpu else 512
+    while (remaining := len(tokens) - 1 - context.length) > 0:
+        size = min(chunk, remaining)
+        context.extend(tokens[context.length : context.length + size], rows=0)
+        context.evaluate()
+        if progress is not None:
+            progress(size)
