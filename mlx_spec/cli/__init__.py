@@ -1,0 +1,78 @@
+"""The command line: assembles the commands and turns every way of ending into an exit code.
+
+Knows no models. Heavy imports happen inside the commands, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from mlx_spec.cli import generate, models
+from mlx_spec.cli.outcome import Outcome, exit_code
+
+app = typer.Typer(
+    name="mlx-spec",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Runs a language model on this machine: a small draft model writes ahead, the large target model "
+    "decides, and the answer is exactly the target's.",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        from mlx_spec.console import write
+
+        write(f"mlx-spec {version('mlx-spec')}\n")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, metavar="",
+                           help="Show the version and end.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command("generate", help=generate.HELP)(generate.generate)
+app.command("models", help=models.HELP)(models.models)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits.
+
+    0: done. 1: a failure. 2: a mistake in the call or its input; both come with one line on stderr. 130:
+    Ctrl-C. 141: the reader of the output went away; the shell says the same of a program that SIGPIPE ended.
+    """
+    _silence_libraries()
+    outcome = Outcome()
+    try:
+        # Not app(): typer's own main swallows Ctrl-C and closed pipes, and draws errors as boxes.
+        command = typer.main.get_command(app)
+        listed = list(sys.argv[1:] if arguments is None else arguments)
+        with command.make_context("mlx-spec", listed, obj=outcome) as context:
+            command.invoke(context)
+        code = 0
+    except BaseException as error:
+        code = exit_code(error, outcome)
+    sys.exit(code)
+
+
+def _silence_libraries() -> None:
+    # transformers says at its import that PyTorch is missing; we need only its tokenizers.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")

@@ -1,0 +1,258 @@
+"""`mlx-spec generate`: one prompt, one answer. Knows the options and what comes after what; no model code."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from mlx_spec import console
+from mlx_spec.cli.outcome import TracebackOption
+from mlx_spec.cli.prompt import check_utf8, read_prompt
+from mlx_spec.config import Sampling, Speculation
+from mlx_spec.errors import BadConfig
+
+if TYPE_CHECKING:
+    from mlx_spec.metrics import Statistics
+    from mlx_spec.runtime import LLM, Chunk
+
+_PROMPT, _MODEL, _LENGTH, _CHOICE, _REPETITION, _OUTPUT = (
+    "Prompt", "Models", "When to stop", "How words are chosen", "Against repetition", "Output")
+HELP = (
+    "Answer one prompt.\n\n"
+    "The answer goes to stdout as it comes, figures and notes go to stderr. Sampling options left out take "
+    "the values that suit the model (`mlx-spec models --json` shows them), else the likeliest token is taken."
+)
+# The parser of an option cannot give None.
+_UNLIMITED = -1
+
+
+def _max_tokens(text: str) -> int:
+    if text == "unlimited":
+        return _UNLIMITED
+    with contextlib.suppress(ValueError):
+        if (number := int(text)) >= 0:
+            return number
+    raise typer.BadParameter(f"{text!r} is neither a whole number of 0 or more nor 'unlimited'")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not TOKEN=VALUE, such as 1234=-5") from None
+
+
+def _option(name: str, *more: str, panel: str, help: str, metavar: str | None = None,
+            parser: Callable[[str], Any] | None = None) -> Any:
+    return typer.Option(name, *more, help=help, rich_help_panel=panel, metavar=metavar or "", parser=parser,
+                        show_default=False)
+
+
+def generate(
+    prompt: Annotated[list[str] | None, typer.Argument(
+        metavar="PROMPT", show_default=False,
+        help="What to answer, in quotes; - reads it from stdin.")] = None,
+    prompt_file: Annotated[str | None, _option(
+        "--prompt-file", panel=_PROMPT, metavar="FILE", help="Read the prompt from a file (UTF-8).")] = None,
+    system: Annotated[str | None, _option(
+        "--system", panel=_PROMPT, metavar="TEXT", help="Instructions that stand before the prompt.")] = None,
+    raw: Annotated[bool, _option(
+        "--raw", panel=_PROMPT,
+        help="Continue the prompt as it is, without the model's chat template.")] = False,
+    model: Annotated[str | None, _option(
+        "--model", "-m", panel=_MODEL, metavar="MODEL",
+        help="Required: a name from `mlx-spec models` such as demo, org/name on the Hugging Face hub, "
+        "a directory, or a .gguf file.")] = None,
+    draft: Annotated[str | None, _option(
+        "--draft", "-d", panel=_MODEL, metavar="MODEL",
+        help="The small model that drafts, given like --model; none switches drafting off. "
+        "Default: the draft that `mlx-spec models` lists for the model.")] = None,
+    draft_tokens: Annotated[int | None, _option(
+        "--draft-tokens", "-k", panel=_MODEL, metavar="K",
+        help="Tokens drafted per pass of the target; 0 is plain decoding. "
+        f"Default: the model's own, else {Speculation().draft_tokens}.")] = None,
+    max_tokens: Annotated[int, _option(
+        "--max-tokens", "-n", panel=_LENGTH, metavar="N", parser=_max_tokens,
+        help="Tokens to answer with at most, or unlimited (up to the model's context). Default: 512.")] = 512,
+    stop: Annotated[list[str] | None, _option(
+        "--stop", panel=_LENGTH, metavar="TEXT", help="End before this text; may be repeated.")] = None,
+    stop_token: Annotated[list[int] | None, _option(
+        "--stop-token", panel=_LENGTH, metavar="ID", help="End at this token id; may be repeated.")] = None,
+    temperature: Annotated[float | None, _option(
+        "--temperature", "-t", panel=_CHOICE, metavar="T",
+        help="0 always takes the likeliest token; 1 follows the model's probabilities; "
+        "more is wilder.")] = None,
+    top_k: Annotated[int | None, _option(
+        "--top-k", panel=_CHOICE, metavar="K",
+        help="Choose among the K likeliest tokens; 0 among all.")] = None,
+    top_p: Annotated[float | None, _option(
+        "--top-p", panel=_CHOICE, metavar="P",
+        help="Choose among the fewest tokens that together have this probability; 1 among all.")] = None,
+    min_p: Annotated[float | None, _option(
+        "--min-p", panel=_CHOICE, metavar="P",
+        help="Leave out tokens below this fraction of the likeliest one's probability; "
+        "0 leaves none out.")] = None,
+    logit_bias: Annotated[list[Any] | None, _option(
+        "--logit-bias", panel=_CHOICE, metavar="TOKEN=VALUE", parser=_bias,
+        help="Add VALUE to the logit of a token id, -inf forbids it; may be repeated.")] = None,
+    seed: Annotated[int | None, _option(
+        "--seed", panel=_CHOICE, metavar="N",
+        help="The same seed gives the same answer. Default: a new one each time.")] = None,
+    repetition_penalty: Annotated[float | None, _option(
+        "--repetition-penalty", panel=_REPETITION, metavar="X",
+        help="More than 1 makes tokens already in the text less likely; 1 is off.")] = None,
+    presence_penalty: Annotated[float | None, _option(
+        "--presence-penalty", panel=_REPETITION, metavar="X",
+        help="Subtracted from the logit of each token already in the text; 0 is off.")] = None,
+    frequency_penalty: Annotated[float | None, _option(
+        "--frequency-penalty", panel=_REPETITION, metavar="X",
+        help="The same, times how often the token is there; 0 is off.")] = None,
+    as_json: Annotated[bool, _option(
+        "--json", panel=_OUTPUT,
+        help="Write one JSON object, with text and figures, instead of the text.")] = False,
+    top_logprobs: Annotated[int | None, _option(
+        "--top-logprobs", panel=_OUTPUT, metavar="N",
+        help="With --json: the log-probability of each token and of the N likeliest in its place.")] = None,
+    quiet: Annotated[bool, _option(
+        "--quiet", "-q", panel=_OUTPUT,
+        help="No figures, notes or progress on stderr; errors only.")] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Answers one prompt; see HELP."""
+    # Everything that can be checked without a model is checked first: a large one takes long to load.
+    chosen: dict[str, Any] = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
+        "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty, "top_logprobs": top_logprobs,
+        "logit_bias": dict(logit_bias) if logit_bias else None,
+    }
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    Sampling(**chosen)
+    ahead = {} if draft_tokens is None else {"draft_tokens": draft_tokens}
+    Speculation(**ahead)
+    if top_logprobs is not None and not as_json:
+        raise BadConfig("--top-logprobs is shown only in the JSON object; add --json.")
+    if raw and system is not None:
+        raise BadConfig("--system needs the chat template that --raw leaves out; put it into the prompt.")
+    _check_texts(system, stop or [], stop_token or [])
+    text = read_prompt(prompt or [], prompt_file)
+    if not model:
+        raise BadConfig("no model; give --model demo to try, or another name from `mlx-spec models`.")
+
+    with console.notes(shown=not quiet):
+        llm = _load(model, draft, quiet=quiet)
+        question: str | list[dict[str, str]] = text
+        if system is not None:
+            question = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        with console.prefill(shown=not quiet) as (progress, end_progress):
+            chunks = llm.stream(
+                question,
+                sampling=dataclasses.replace(llm.sampling, **chosen),
+                speculation=dataclasses.replace(llm.speculation, **ahead),
+                max_tokens=None if max_tokens == _UNLIMITED else max_tokens,
+                stop=stop or (),
+                stop_tokens=stop_token or (),
+                raw=raw,
+                prefill_progress=progress,
+            )
+            # A generator: closed at once, it leaves the caches in order also after Ctrl-C or a closed pipe.
+            with contextlib.closing(cast("Generator[Chunk, None, None]", chunks)) as chunks:
+                statistics = _write_json(chunks, llm) if as_json else _write_text(chunks, end_progress)
+        if not quiet:
+            console.say(console.statistics_line(statistics))
+
+
+def _check_texts(system: str | None, stop: list[str], stop_tokens: list[int]) -> None:
+    if system is not None:
+        check_utf8(system, "--system")
+    for string in stop:
+        check_utf8(string, "--stop")
+        if not string:
+            raise BadConfig("--stop '' is empty; give at least one character.")
+    for token in stop_tokens:
+        if token < 0:
+            raise BadConfig(f"--stop-token is {token}; give token ids of 0 or more (they come with --json).")
+
+
+def _load(model: str, draft: str | None, *, quiet: bool) -> LLM:
+    if quiet:
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+    # A download draws its own bars, which a spinner would garble.
+    names = [model] if draft is None or draft == "none" else [model, draft]
+    shown = not quiet and not console.is_plain(sys.stderr) and all(_is_here(name) for name in names)
+    with console.loading(model, shown=shown):
+        import mlx_spec
+
+        return mlx_spec.load(model, draft=False if draft == "none" else draft)
+
+
+def _is_here(name: str) -> bool:
+    """Whether nothing of `name` needs to be downloaded."""
+    from mlx_spec import catalog, hub
+
+    entry = catalog.find(name)
+    sources = [name] if entry is None else [entry.target, *([entry.draft] if entry.draft else [])]
+    return all(Path(source).exists() or hub.is_local(source) for source in sources)
+
+
+def _write_text(chunks: Iterator[Chunk], end_progress: Callable[[], None]) -> Statistics:
+    """The answer as it comes, and one newline at its end. What is written stays when Ctrl-C ends it."""
+    statistics, end = None, ""
+    try:
+        for chunk in chunks:
+            end_progress()
+            if chunk.text:
+                end = chunk.text[-1]
+                console.write(chunk.text)
+            statistics = chunk.statistics or statistics
+    except KeyboardInterrupt:
+        if end not in ("", "\n"):
+            console.write("\n")
+        raise
+    if end != "\n":
+        console.write("\n")
+    assert statistics is not None, "the last chunk carries the statistics"
+    return statistics
+
+
+def _write_json(chunks: Iterator[Chunk], llm: LLM) -> Statistics:
+    parts = list(chunks)
+    last = parts[-1]
+    assert last.statistics is not None, "the last chunk carries the statistics"
+    answer = {
+        "text": "".join(part.text for part in parts),
+        "tokens": [token for part in parts for token in part.tokens],
+        "finish_reason": last.finish_reason,
+        **last.statistics.as_dict(),
+        "model": llm.name,
+        "draft": llm.draft_name,
+    }
+    if last.logprobs is not None:
+        answer["logprobs"] = [
+            {"token": entry.token, "text": llm.tokenizer.token_text(entry.token), "logprob": entry.logprob,
+             "top": [{"token": token, "text": llm.tokenizer.token_text(token), "logprob": logprob}
+                     for token, logprob in entry.top]}
+            for part in parts for entry in part.logprobs or ()
+        ]
+    console.write(json.dumps(_without_infinities(answer), ensure_ascii=False, allow_nan=False) + "\n")
+    return last.statistics
+
+
+def _without_infinities(value: Any) -> Any:
+    """JSON has no infinities: the log-probability of a forbidden token becomes null."""
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_infinities(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

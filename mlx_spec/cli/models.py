@@ -1,0 +1,76 @@
+"""`mlx-spec models`: the catalogue, and what of it is on this machine. Loads nothing, opens no connection."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_spec import catalog, console
+from mlx_spec.cli.outcome import TracebackOption
+
+if TYPE_CHECKING:
+    from mlx_spec.catalog import Entry
+
+HELP = (
+    "List the models that can be named, and what is already on this machine.\n\n"
+    "SIZE is the download of target and draft together, MEMORY the smallest Mac for the pair, CONTEXT the "
+    "longest text in tokens."
+)
+_COLUMNS = ("NAME", "SIZE", "MEMORY", "CONTEXT", "LICENCE", "HERE", "TARGET AND DRAFT")
+
+
+def models(
+    as_json: Annotated[bool, typer.Option(
+        "--json", rich_help_panel="Output", metavar="",
+        help="Write a JSON list instead of a table.")] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Shows the catalogue; see HELP."""
+    entries = list(catalog.entries().values())
+    if as_json:
+        console.write(json.dumps([_as_dict(entry) for entry in entries], ensure_ascii=False, indent=2) + "\n")
+        return
+    console.show_table(_COLUMNS, [_row(entry) for entry in entries])
+
+
+def _as_dict(entry: Entry) -> dict[str, Any]:
+    target_here, draft_here = _here(entry)
+    pair = (("target", entry.target_weights, target_here), ("draft", entry.draft_weights, draft_here))
+    return {
+        "name": entry.name,
+        "summary": entry.summary,
+        "context_length": entry.context_length,
+        "download_bytes": entry.download_bytes,
+        "minimum_memory_gib": entry.minimum_memory,
+        "defaults": dict(entry.defaults),
+        **{role: weights and {
+            "source": weights.source,
+            "license": weights.license,
+            "parameters": weights.parameters,
+            "bits": weights.bits,
+            "download_bytes": weights.download_bytes,
+            "on_this_machine": here,
+        } for role, weights, here in pair},
+    }
+
+
+def _row(entry: Entry) -> list[str]:
+    target_here, draft_here = _here(entry)
+    if draft_here is None:
+        here = "yes" if target_here else "no"
+    else:
+        here = {(True, True): "yes", (True, False): "target", (False, True): "draft"}.get(
+            (target_here, draft_here), "no")
+    length = entry.context_length
+    context = f"{length // 1024}k" if length >= 1024 else str(length)
+    pair = "\n".join(filter(None, (entry.target, entry.draft)))
+    return [entry.name, console.size(entry.download_bytes), f"{entry.minimum_memory} GB", context,
+            entry.license, here, pair]
+
+
+def _here(entry: Entry) -> tuple[bool, bool | None]:
+    from mlx_spec.loader import on_this_machine
+
+    return on_this_machine(entry)

@@ -1,0 +1,82 @@
+"""How a command ended: exit code and the one line on stderr. Knows exceptions; knows no command."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import traceback
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from mlx_spec import console
+from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
+
+FAILURE, MISTAKE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
+_MISTAKES = (ModelNotFound, IncompatiblePair, BadConfig, DoesNotFit)
+# Newer versions of typer bring their own click; its base of BadParameter is the usage error in both.
+UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+@dataclass
+class Outcome:
+    """What the command line said about reporting; travels as the context's object."""
+
+    traceback: bool = False
+
+
+def _remember(context: typer.Context, wanted: bool) -> bool:
+    context.ensure_object(Outcome).traceback = wanted
+    return wanted
+
+
+TracebackOption = Annotated[
+    bool,
+    typer.Option("--traceback", is_eager=True, callback=_remember, rich_help_panel="Output", metavar="",
+                 help="When something fails, show where in the program; for a bug report."),
+]
+
+
+def exit_code(error: BaseException, outcome: Outcome) -> int:
+    """Says on stderr what went wrong, if anything did, and gives the exit code."""
+    code, line = _judge(error)
+    if code == INTERRUPTED:
+        # A second Ctrl-C from here on ends the program at once, without a traceback.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        if outcome.traceback and code in (FAILURE, MISTAKE):
+            console.say_block("".join(traceback.format_exception(error)))
+        if line:
+            console.say(f"error: {line}")
+    except (console.ClosedPipeError, console.OutputError):
+        pass
+    console.abandon_output()
+    return code
+
+
+def _judge(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, typer.Exit):
+        return error.exit_code, ""
+    if isinstance(error, SystemExit):
+        return (error.code if isinstance(error.code, int) else FAILURE if error.code else 0), ""
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return INTERRUPTED, ""
+    if isinstance(error, console.ClosedPipeError):
+        return CLOSED_PIPE, ""
+    if isinstance(error, UsageError):
+        return MISTAKE, _usage(error)
+    if isinstance(error, MLXSpecError):
+        return MISTAKE if isinstance(error, _MISTAKES) else FAILURE, str(error)
+    if isinstance(error, console.OutputError):
+        return FAILURE, str(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return FAILURE, f"{what.rstrip('.')}; run again with --traceback to see where."
+
+
+def _usage(error: Any) -> str:
+    message = " ".join(error.format_message().split()).rstrip(".")
+    path = error.ctx.command_path if error.ctx else "mlx-spec"
+    return f"{message[:1].lower()}{message[1:]}; see {path} --help"
