@@ -105,8 +105,8 @@ def _explain(repository: str, error: Exception) -> str:
                 f"login` using a token that may read it, and accept its licence at {page} if it has one.")
     if isinstance(error, errors.LocalEntryNotFoundError) or any(_is_network(cause) for cause in causes):
         return (f"{repository} is not complete in {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} "
-                "cannot be reached; check the network and run the same command again (what is there is kept), "
-                "or give a directory.")
+                "cannot be reached; check the network and run the same command again (what is there is "
+                "kept), or give a directory.")
     reason = (str(error).strip().splitlines() or [""])[0]
     return (f"the download of {repository} failed ({type(error).__name__}: {reason}); run the same command "
             "again: it goes on where it stopped.")

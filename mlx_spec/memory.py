@@ -39,8 +39,9 @@ def check_cache_fits(tokens: int, bytes_per_token: int) -> None:
         return
     raise DoesNotFit(
         f"keys and values of {tokens} tokens need {gigabytes(tokens * bytes_per_token)} and "
-        f"{gigabytes(max(available, 0))} is available, enough for {max(available, 0) // bytes_per_token} tokens; "
-        "give a shorter prompt or a smaller --max-tokens (max_tokens=)."
+        f"{gigabytes(max(available, 0))} is available, enough for "
+        f"{max(available, 0) // bytes_per_token} tokens; give a shorter prompt or a smaller --max-tokens "
+        "(max_tokens=)."
     )
 
 

@@ -33,8 +33,8 @@ def write_json(file: Path, value: Any) -> None:
 
 def write_tokenizer(directory: Path, tokenizer: Tokenizer | None = None, **config: Any) -> None:
     (tokenizer or byte_level()).save(str(directory / "tokenizer.json"))
-    write_json(directory / "tokenizer_config.json",
-               {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"} | config)
+    standard = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    write_json(directory / "tokenizer_config.json", standard | config)
 
 
 def write_weights(directory: Path, weights: dict[str, mx.array], shards: int = 1) -> None:

@@ -113,7 +113,7 @@ def test_a_listing_that_names_more_files_is_not_complete(cache: Path) -> None:
     (response_error(errors.RepositoryNotFoundError, 404), ["no repository org/name", "mlx-spec models"]),
     (response_error(errors.HfHubHTTPError, 401), ["refused", "401", "hf auth login"]),
     (response_error(errors.HfHubHTTPError, 500), ["HfHubHTTPError", "goes on where it stopped"]),
-    (caused(errors.LocalEntryNotFoundError("offline"), errors.OfflineModeIsEnabled("off")), ["HF_HUB_OFFLINE"]),
+    (caused(errors.LocalEntryNotFoundError("off"), errors.OfflineModeIsEnabled("off")), ["HF_HUB_OFFLINE"]),
     (errors.LocalEntryNotFoundError("no answer"), ["cannot be reached", "network"]),
     (ConnectionResetError("reset"), ["cannot be reached"]),
     (TimeoutError("slow"), ["cannot be reached"]),
