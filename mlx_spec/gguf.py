@@ -50,13 +50,13 @@ def load_gguf(
     """
     path = Path(path)
     readers = _open(path)
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     try:
         metadata = {key: field.contents() for key, field in readers[0].fields.items()}
-    except (ValueError, IndexError) as error:  # text that is not UTF-8, for one
-        raise BadConfig(f"The metadata of {path} is broken: {error}. {ADVICE}") from error
-    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
-    config = build_config(metadata, tensors)
-    tokenizer, ends = build_tokenizer(metadata, config["max_position_embeddings"])
+        config = build_config(metadata, tensors)
+        tokenizer, ends = build_tokenizer(metadata, config["max_position_embeddings"])
+    except (TypeError, ValueError, LookupError, AttributeError) as error:  # wrong types, bad UTF-8
+        raise BadConfig(f"The metadata of {path} is broken: {_one_line(error)}. {ADVICE}") from error
     config["bos_token_id"], config["eos_token_id"] = tokenizer.bos_token_id, ends
 
     places = {name: _place(name) for name in tensors if name != ROPE_FACTORS}  # before any slow work
@@ -88,10 +88,10 @@ def _open(path: Path) -> list[Any]:
         paths = [path.with_name(f"{split[1]}-{i:05}-of-{split[2]}.gguf") for i in range(1, count + 1)]
     readers = [_read(each) for each in paths]
     field = readers[0].get_field("split.count")
-    expected = 1 if field is None else max(1, int(field.contents()))
+    expected = (field.contents() if field else 0) or 1
     if expected != len(paths):
         raise BadConfig(f"{path} is part of a model split into {expected} files, but not named like one; "
-                        f"name the files NAME-00001-of-{expected:05}.gguf and so on, in one directory.")
+                        "name the files NAME-00001-of-0000N.gguf and so on, in one directory.")
     return readers
 
 
@@ -112,8 +112,7 @@ def _read(path: Path) -> Any:
     try:
         reader = GGUFReader(path)
     except Exception as error:  # whatever numpy and the reader run into at bytes that are not there
-        reason = " ".join(str(error).split())
-        raise BadConfig(f"{path} is truncated or broken ({reason}). {ADVICE}") from error
+        raise BadConfig(f"{path} is truncated or broken ({_one_line(error)}). {ADVICE}") from error
     if reader.endianess.name.lower() != sys.byteorder:
         raise BadConfig(f"{path} is for {reader.endianess.name.lower()}-endian machines. {ADVICE}")
     return reader
@@ -157,8 +156,11 @@ def _build(
 ) -> nn.Module:
     """The module without its weights, every parameter in the layout the file needs. Nothing is evaluated."""
     model_class, arguments_class = get_model_classes(config)
-    module: nn.Module = model_class(arguments_class.from_dict(config))
-    nn.quantize(module, class_predicate=lambda path, _: path in widths and config["quantization"][path])
+    try:
+        module: nn.Module = model_class(arguments_class.from_dict(config))
+        nn.quantize(module, class_predicate=lambda path, _: path in widths and config["quantization"][path])
+    except ValueError as error:  # sizes that make no model, or none with groups of 32
+        raise BadConfig(f"The metadata of this GGUF file is broken: {_one_line(error)}. {ADVICE}") from error
     return module
 
 
@@ -172,7 +174,11 @@ def _fill(module: nn.Module, weights: dict[str, mx.array], path: Path) -> nn.Mod
     try:
         module.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise BadConfig(f"The tensors of {path} do not fit its metadata: {reason} {ADVICE}") from error
+        raise BadConfig(f"The tensors of {path} do not fit its metadata: {_one_line(error)} "
+                        f"{ADVICE}") from error
     module.eval()
     return module
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

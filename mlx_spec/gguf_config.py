@@ -42,7 +42,7 @@ def build_config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dic
 
     def number(name: str, default: float | None = None) -> Any:
         value = metadata.get(f"{kind}.{name}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise BadConfig(f"{kind}.{name} is {value!r} in this GGUF file; one positive number is needed. "
                             f"{ADVICE}")
         return value
@@ -60,10 +60,14 @@ def build_config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dic
     if window and window < context:
         raise BadConfig(f"{kind}.attention.sliding_window is {window} in this GGUF file, which cannot be "
                         f"represented here. {ADVICE}")
+    layers = number("block_count")
+    if f"blk.{layers - 1}.attn_norm.weight" not in tensors:  # or a broken count would build layers for ever
+        raise BadConfig(f"{kind}.block_count is {layers}, but this GGUF file has no tensor "
+                        f"blk.{layers - 1}.attn_norm.weight. {ADVICE}")
     base = number("rope.freq_base", 10000.0)
     return {
         "model_type": kind, "architectures": [_CLASSES[kind]],
-        "hidden_size": width, "num_hidden_layers": number("block_count"),
+        "hidden_size": width, "num_hidden_layers": layers,
         "intermediate_size": number("feed_forward_length"),
         "num_attention_heads": heads, "num_key_value_heads": number("attention.head_count_kv", heads),
         "head_dim": head_dim, "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),

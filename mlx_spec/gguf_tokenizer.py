@@ -60,6 +60,9 @@ def build_tokenizer(metadata: Mapping[str, Any], context_length: int) -> tuple[A
     if not tokens or len(types) != len(tokens):
         raise BadConfig(f"This GGUF file has {len(tokens)} tokens and {len(types)} token types: it is "
                         f"broken. {ADVICE}")
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise BadConfig(f"tokenizer.chat_template is {template!r} in this GGUF file, not text. {ADVICE}")
     try:
         if kind == "gpt2":
             tokenizer, add_bos = _byte_level(metadata, tokens, types)
@@ -75,7 +78,7 @@ def build_tokenizer(metadata: Mapping[str, Any], context_length: int) -> tuple[A
         ends = list(dict.fromkeys(ends))
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-            "model_max_length": context_length, "chat_template": metadata.get("tokenizer.chat_template"),
+            "model_max_length": context_length, "chat_template": template,
             **{f"{name}_token": tokens[named[role]] for name, role in
                {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items() if role in named},
         }  # fmt: skip

@@ -328,8 +328,12 @@ def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("llama.block_count", None, "llama.block_count is None"),
         ("llama.attention.head_count_kv", [1, 2], r"head_count_kv is \[1, 2\]"),
-        ("llama.block_count", 3, "layers.2"),
+        ("llama.block_count", 3, r"blk\.2\.attn_norm"),
         ("llama.block_count", 1, "do not fit"),
+        ("llama.context_length", "long", "context_length is 'long'"),
+        ("llama.attention.sliding_window", "wide", "metadata .* is broken"),
+        ("tokenizer.ggml.token_type", 1, "metadata .* is broken"),
+        ("tokenizer.chat_template", 7, "chat_template is 7"),
         ("llama.feed_forward_length", 1024, "do not fit"),
         ("llama.attention.head_count", 2, "attn_q.weight of this GGUF file has 256 rows"),
         ("llama.expert_count", 8, "expert_count is 8"),
