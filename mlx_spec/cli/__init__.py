@@ -15,6 +15,7 @@ import typer
 
 from mlx_spec.cli import generate, models
 from mlx_spec.cli.outcome import Outcome, exit_code
+from mlx_spec.console import write
 
 app = typer.Typer(
     name="mlx-spec",
@@ -29,8 +30,6 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        from mlx_spec.console import write
-
         write(f"mlx-spec {version('mlx-spec')}\n")
         raise typer.Exit
 
@@ -44,7 +43,9 @@ def _root(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        write(context.get_help() + "\n")
+    else:
+        context.ensure_object(Outcome).command = f"mlx-spec {context.invoked_subcommand}"
 
 
 app.command("generate", help=generate.HELP)(generate.generate)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from mlx_spec import console
+from mlx_spec.cli.options import UNLIMITED, bias, number, option, token_limit, whole
 from mlx_spec.cli.outcome import TracebackOption
 from mlx_spec.cli.prompt import check_utf8, read_prompt
 from mlx_spec.config import Sampling, Speculation
@@ -30,99 +31,75 @@ HELP = (
     "The answer goes to stdout as it comes, figures and notes go to stderr. Sampling options left out take "
     "the values that suit the model (`mlx-spec models --json` shows them), else the likeliest token is taken."
 )
-# The parser of an option cannot give None.
-_UNLIMITED = -1
-
-
-def _max_tokens(text: str) -> int:
-    if text == "unlimited":
-        return _UNLIMITED
-    with contextlib.suppress(ValueError):
-        if (number := int(text)) >= 0:
-            return number
-    raise typer.BadParameter(f"{text!r} is neither a whole number of 0 or more nor 'unlimited'")
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not TOKEN=VALUE, such as 1234=-5") from None
-
-
-def _option(name: str, *more: str, panel: str, help: str, metavar: str | None = None,
-            parser: Callable[[str], Any] | None = None) -> Any:
-    return typer.Option(name, *more, help=help, rich_help_panel=panel, metavar=metavar or "", parser=parser,
-                        show_default=False)
 
 
 def generate(
     prompt: Annotated[list[str] | None, typer.Argument(
         metavar="PROMPT", show_default=False,
         help="What to answer, in quotes; - reads it from stdin.")] = None,
-    prompt_file: Annotated[str | None, _option(
+    prompt_file: Annotated[str | None, option(
         "--prompt-file", panel=_PROMPT, metavar="FILE", help="Read the prompt from a file (UTF-8).")] = None,
-    system: Annotated[str | None, _option(
+    system: Annotated[str | None, option(
         "--system", panel=_PROMPT, metavar="TEXT", help="Instructions that stand before the prompt.")] = None,
-    raw: Annotated[bool, _option(
+    raw: Annotated[bool, option(
         "--raw", panel=_PROMPT,
         help="Continue the prompt as it is, without the model's chat template.")] = False,
-    model: Annotated[str | None, _option(
+    model: Annotated[str | None, option(
         "--model", "-m", panel=_MODEL, metavar="MODEL",
         help="Required: a name from `mlx-spec models` such as demo, org/name on the Hugging Face hub, "
         "a directory, or a .gguf file.")] = None,
-    draft: Annotated[str | None, _option(
+    draft: Annotated[str | None, option(
         "--draft", "-d", panel=_MODEL, metavar="MODEL",
         help="The small model that drafts, given like --model; none switches drafting off. "
         "Default: the draft that `mlx-spec models` lists for the model.")] = None,
-    draft_tokens: Annotated[int | None, _option(
-        "--draft-tokens", "-k", panel=_MODEL, metavar="K",
+    draft_tokens: Annotated[int | None, option(
+        "--draft-tokens", "-k", panel=_MODEL, metavar="K", parser=whole,
         help="Tokens drafted per pass of the target; 0 is plain decoding. "
         f"Default: the model's own, else {Speculation().draft_tokens}.")] = None,
-    max_tokens: Annotated[int, _option(
-        "--max-tokens", "-n", panel=_LENGTH, metavar="N", parser=_max_tokens,
+    max_tokens: Annotated[int, option(
+        "--max-tokens", "-n", panel=_LENGTH, metavar="N", parser=token_limit,
         help="Tokens to answer with at most, or unlimited (up to the model's context). Default: 512.")] = 512,
-    stop: Annotated[list[str] | None, _option(
+    stop: Annotated[list[str] | None, option(
         "--stop", panel=_LENGTH, metavar="TEXT", help="End before this text; may be repeated.")] = None,
-    stop_token: Annotated[list[int] | None, _option(
-        "--stop-token", panel=_LENGTH, metavar="ID", help="End at this token id; may be repeated.")] = None,
-    temperature: Annotated[float | None, _option(
-        "--temperature", "-t", panel=_CHOICE, metavar="T",
+    stop_token: Annotated[list[int] | None, option(
+        "--stop-token", panel=_LENGTH, metavar="ID", parser=whole,
+        help="End at this token id; may be repeated.")] = None,
+    temperature: Annotated[float | None, option(
+        "--temperature", "-t", panel=_CHOICE, metavar="T", parser=number,
         help="0 always takes the likeliest token; 1 follows the model's probabilities; "
         "more is wilder.")] = None,
-    top_k: Annotated[int | None, _option(
-        "--top-k", panel=_CHOICE, metavar="K",
+    top_k: Annotated[int | None, option(
+        "--top-k", panel=_CHOICE, metavar="K", parser=whole,
         help="Choose among the K likeliest tokens; 0 among all.")] = None,
-    top_p: Annotated[float | None, _option(
-        "--top-p", panel=_CHOICE, metavar="P",
+    top_p: Annotated[float | None, option(
+        "--top-p", panel=_CHOICE, metavar="P", parser=number,
         help="Choose among the fewest tokens that together have this probability; 1 among all.")] = None,
-    min_p: Annotated[float | None, _option(
-        "--min-p", panel=_CHOICE, metavar="P",
+    min_p: Annotated[float | None, option(
+        "--min-p", panel=_CHOICE, metavar="P", parser=number,
         help="Leave out tokens below this fraction of the likeliest one's probability; "
         "0 leaves none out.")] = None,
-    logit_bias: Annotated[list[Any] | None, _option(
-        "--logit-bias", panel=_CHOICE, metavar="TOKEN=VALUE", parser=_bias,
+    logit_bias: Annotated[list[Any] | None, option(
+        "--logit-bias", panel=_CHOICE, metavar="TOKEN=VALUE", parser=bias,
         help="Add VALUE to the logit of a token id, -inf forbids it; may be repeated.")] = None,
-    seed: Annotated[int | None, _option(
-        "--seed", panel=_CHOICE, metavar="N",
+    seed: Annotated[int | None, option(
+        "--seed", panel=_CHOICE, metavar="N", parser=whole,
         help="The same seed gives the same answer. Default: a new one each time.")] = None,
-    repetition_penalty: Annotated[float | None, _option(
-        "--repetition-penalty", panel=_REPETITION, metavar="X",
+    repetition_penalty: Annotated[float | None, option(
+        "--repetition-penalty", panel=_REPETITION, metavar="X", parser=number,
         help="More than 1 makes tokens already in the text less likely; 1 is off.")] = None,
-    presence_penalty: Annotated[float | None, _option(
-        "--presence-penalty", panel=_REPETITION, metavar="X",
+    presence_penalty: Annotated[float | None, option(
+        "--presence-penalty", panel=_REPETITION, metavar="X", parser=number,
         help="Subtracted from the logit of each token already in the text; 0 is off.")] = None,
-    frequency_penalty: Annotated[float | None, _option(
-        "--frequency-penalty", panel=_REPETITION, metavar="X",
+    frequency_penalty: Annotated[float | None, option(
+        "--frequency-penalty", panel=_REPETITION, metavar="X", parser=number,
         help="The same, times how often the token is there; 0 is off.")] = None,
-    as_json: Annotated[bool, _option(
+    as_json: Annotated[bool, option(
         "--json", panel=_OUTPUT,
         help="Write one JSON object, with text and figures, instead of the text.")] = False,
-    top_logprobs: Annotated[int | None, _option(
-        "--top-logprobs", panel=_OUTPUT, metavar="N",
+    top_logprobs: Annotated[int | None, option(
+        "--top-logprobs", panel=_OUTPUT, metavar="N", parser=whole,
         help="With --json: the log-probability of each token and of the N likeliest in its place.")] = None,
-    quiet: Annotated[bool, _option(
+    quiet: Annotated[bool, option(
         "--quiet", "-q", panel=_OUTPUT,
         help="No figures, notes or progress on stderr; errors only.")] = False,
     traceback: TracebackOption = False,
@@ -158,7 +135,7 @@ def generate(
                 question,
                 sampling=dataclasses.replace(llm.sampling, **chosen),
                 speculation=dataclasses.replace(llm.speculation, **ahead),
-                max_tokens=None if max_tokens == _UNLIMITED else max_tokens,
+                max_tokens=None if max_tokens == UNLIMITED else max_tokens,
                 stop=stop or (),
                 stop_tokens=stop_token or (),
                 raw=raw,

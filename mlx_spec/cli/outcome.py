@@ -21,9 +21,10 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 @dataclass
 class Outcome:
-    """What the command line said about reporting; travels as the context's object."""
+    """What reporting needs to know of the command line; travels as the context's object."""
 
     traceback: bool = False
+    command: str = "mlx-spec"
 
 
 def _remember(context: typer.Context, wanted: bool) -> bool:
@@ -40,7 +41,7 @@ TracebackOption = Annotated[
 
 def exit_code(error: BaseException, outcome: Outcome) -> int:
     """Says on stderr what went wrong, if anything did, and gives the exit code."""
-    code, line = _judge(error)
+    code, line = _judge(error, outcome)
     if code == INTERRUPTED:
         # A second Ctrl-C from here on ends the program at once, without a traceback.
         with contextlib.suppress(ValueError):
@@ -56,7 +57,7 @@ def exit_code(error: BaseException, outcome: Outcome) -> int:
     return code
 
 
-def _judge(error: BaseException) -> tuple[int, str]:
+def _judge(error: BaseException, outcome: Outcome) -> tuple[int, str]:
     if isinstance(error, typer.Exit):
         return error.exit_code, ""
     if isinstance(error, SystemExit):
@@ -66,7 +67,7 @@ def _judge(error: BaseException) -> tuple[int, str]:
     if isinstance(error, console.ClosedPipeError):
         return CLOSED_PIPE, ""
     if isinstance(error, UsageError):
-        return MISTAKE, _usage(error)
+        return MISTAKE, _usage(error, outcome)
     if isinstance(error, MLXSpecError):
         return MISTAKE if isinstance(error, _MISTAKES) else FAILURE, str(error)
     if isinstance(error, console.OutputError):
@@ -76,7 +77,6 @@ def _judge(error: BaseException) -> tuple[int, str]:
     return FAILURE, f"{what.rstrip('.')}; run again with --traceback to see where."
 
 
-def _usage(error: Any) -> str:
+def _usage(error: Any, outcome: Outcome) -> str:
     message = " ".join(error.format_message().split()).rstrip(".")
-    path = error.ctx.command_path if error.ctx else "mlx-spec"
-    return f"{message[:1].lower()}{message[1:]}; see {path} --help"
+    return f"{message[:1].lower()}{message[1:]}; see `{outcome.command} --help`."
