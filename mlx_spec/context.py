@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_spec.architectures.decoder import Decoder
 from mlx_spec.attention import AttentionPass
-from mlx_spec.kv import PagePool, PageTable
+from mlx_spec.kv import PAGE, PagePool, PageTable
 
 Tokens = Sequence[int] | mx.array
 
@@ -64,6 +64,8 @@ class LanguageModel(Protocol):
 
     rewind_obstacle: str | None
     """Why contexts cannot be rewound, or None if they can."""
+    bytes_per_token: int
+    """Memory that one more position takes."""
 
     def new_context(self) -> Context: ...
 
@@ -82,6 +84,7 @@ class PagedModel:
             head_dim=arguments.head_dim,
             dtype=module.model.norm.weight.dtype,
         )
+        self.bytes_per_token = self.pool.page_bytes // PAGE
 
     def new_context(self) -> PagedContext:
         return PagedContext(self.module, PageTable(self.pool))
@@ -116,7 +119,10 @@ class PagedContext:
         before = self.table.length
         self.table.append(tokens.size)
         try:
-            attention = AttentionPass(self.table.pool, [self.table], tokens.size)
+            module = self._module
+            attention = AttentionPass(
+                self.table.pool, [self.table], tokens.size, module.rope, module.arguments.rope_traditional
+            )
             hidden = self._module.hidden(tokens[None], attention)[0]  # (n, hidden_size)
             if rows is not None and rows < tokens.size:
                 hidden = hidden[tokens.size - rows :]

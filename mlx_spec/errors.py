@@ -19,7 +19,3 @@ class DoesNotFit(MLXSpecError):
 
 class BadConfig(MLXSpecError):
     """A value out of range, a broken file, or an architecture that is not known."""
-
-
-class KernelUnavailable(MLXSpecError):
-    """A Metal kernel that this machine cannot run."""

@@ -91,16 +91,6 @@ class Attention(nn.Module):
         if arguments.qk_norm:
             self.q_norm = nn.RMSNorm(head_dim, eps=arguments.norm_epsilon)
             self.k_norm = nn.RMSNorm(head_dim, eps=arguments.norm_epsilon)
-        try:
-            self._rotate = initialize_rope(
-                head_dim,
-                base=arguments.rope_theta,
-                traditional=arguments.rope_traditional,
-                scaling_config=arguments.rope_scaling,
-                max_position_embeddings=arguments.max_position,
-            )
-        except (KeyError, TypeError) as error:
-            raise BadConfig(f"rope_scaling in config.json is incomplete: {error}; download the model again.") from error
 
     def __call__(self, x: mx.array, attention: AttentionPass) -> mx.array:
         batch, n, _ = x.shape
@@ -110,14 +100,17 @@ class Attention(nn.Module):
         if self._qk_norm:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         output = attention.attend(
-            self._layer,
-            queries.transpose(0, 2, 1, 3),  # (batch, heads, n, head_dim)
-            keys.transpose(0, 2, 1, 3),  # (batch, kv_heads, n, head_dim)
-            values.transpose(0, 2, 1, 3),
-            self._rotate,
-            self._scale,
-        )
-        return self.o_proj(output.transpose(0, 2, 1, 3).reshape(batch, n, -1))
+            self._layer, _by_head(queries), _by_head(keys), _by_head(values), self._scale
+        )  # (batch, heads, n, head_dim)
+        return self.o_proj(_by_head(output).reshape(batch, n, -1))
+
+
+def _by_head(x: mx.array) -> mx.array:
+    """(batch, n, heads, head_dim) -> (batch, heads, n, head_dim), and back."""
+    if 1 in x.shape[1:3]:  # the same order in memory: no transposition to compute later
+        batch, first, second, head_dim = x.shape
+        return x.reshape(batch, second, first, head_dim)
+    return x.transpose(0, 2, 1, 3)
 
 
 class MLP(nn.Module):
@@ -161,6 +154,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.arguments = arguments
         self.model = Body(arguments)
+        self.rope = _rope(arguments)
         if not arguments.tied:
             self.lm_head = nn.Linear(arguments.hidden_size, arguments.vocabulary_size, bias=False)
 
@@ -187,3 +181,17 @@ class Decoder(nn.Module):
             for name, weight in weights.items()
             if "rotary_emb.inv_freq" not in name and not (tied and name.startswith("lm_head."))
         }
+
+
+def _rope(arguments: DecoderArguments) -> nn.Module:
+    """The rotary embedding of every layer."""
+    try:
+        return initialize_rope(
+            arguments.head_dim,
+            base=arguments.rope_theta,
+            traditional=arguments.rope_traditional,
+            scaling_config=arguments.rope_scaling,
+            max_position_embeddings=arguments.max_position,
+        )
+    except (KeyError, TypeError) as error:
+        raise BadConfig(f"rope_scaling in config.json is incomplete: {error}; download the model again.") from error

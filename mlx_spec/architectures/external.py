@@ -25,13 +25,15 @@ class ExternalModel:
         caches = make_prompt_cache(module)
         inexact = sorted({type(cache).__name__ for cache in _flat(caches)} - {c.__name__ for c in _EXACTLY_REWINDABLE})
         self.rewind_obstacle = (
-            f"{type(module).__module__.rpartition('.')[2]} keeps its past in {' and '.join(inexact)}, "
-            "which cannot take tokens back"
+            f"({type(module).__module__.rpartition('.')[2]}) keeps its past in {' and '.join(inexact)}, "
+            "which cannot take rejected tokens back"
             if inexact
             else None
         )
         # Lazy: only the shape is computed.
         self._vocabulary_size = int(module(mx.array([[0]]), cache=caches).shape[-1])
+        # A KVCache has just made room for its first step of positions.
+        self.bytes_per_token = sum(c.nbytes // c.step for c in _flat(caches) if type(c) in _EXACTLY_REWINDABLE)
 
     def new_context(self) -> ExternalContext:
         return ExternalContext(self.module, self.rewind_obstacle is None, self._vocabulary_size)

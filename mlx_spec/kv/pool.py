@@ -1,8 +1,9 @@
 """The keys and values of every sequence of one model, in pages of 64 tokens. Knows slots; nothing of positions,
 rotation or attention.
 
-Paged storage after Kwon et al. 2023 (PagedAttention). Per layer, keys and values are `(kv_heads, slots,
-head_dim)` with slot = page * PAGE + offset, so a run of consecutive pages is a plain slice.
+Paged storage after Kwon et al. 2023 (PagedAttention). Per layer, keys and values are `(1, kv_heads, slots,
+head_dim)` with slot = page * PAGE + offset, so a run of consecutive pages is a plain slice, in the shape attention
+takes.
 
 Writes are assignments to the pool's arrays. MLX makes them in place only while nothing else refers to the
 array, and holds what a dispatched pass reads until that pass has completed. So: keep no reference to a pool
@@ -36,7 +37,7 @@ class PagePool:
         self._references: list[int] = []  # one count per page; 0 is free
 
     def _blank(self, pages: int) -> mx.array:
-        return mx.zeros((self.kv_heads, pages * PAGE, self.head_dim), dtype=self.dtype)
+        return mx.zeros((1, self.kv_heads, pages * PAGE, self.head_dim), dtype=self.dtype)
 
     @property
     def pages(self) -> int:
@@ -48,9 +49,14 @@ class PagePool:
         return sum(count > 0 for count in self._references)
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: keys and values of all layers."""
+        return 2 * len(self.keys) * self.kv_heads * PAGE * self.head_dim * self.dtype.size
+
+    @property
     def nbytes(self) -> int:
         """Bytes really allocated, free pages included."""
-        return sum(array.nbytes for array in self.keys) + sum(array.nbytes for array in self.values)
+        return self.pages * self.page_bytes
 
     @property
     def chains_cheaply(self) -> bool:
@@ -105,7 +111,7 @@ class PagePool:
         slab = max(missing, min(max(self.pages // 2, _SMALLEST_SLAB), _LARGEST_SLAB))
         for arrays in (self.keys, self.values):
             for layer, array in enumerate(arrays):
-                arrays[layer] = mx.concatenate([array, self._blank(slab)], axis=1)
+                arrays[layer] = mx.concatenate([array, self._blank(slab)], axis=2)
                 del array
                 mx.eval(arrays[layer])  # one layer at a time: the peak is one layer above the new size
         self._references.extend([0] * slab)
@@ -115,10 +121,10 @@ class PagePool:
         slots = mx.arange(source * PAGE, (source + 1) * PAGE)
         start = destination * PAGE
         for arrays in (self.keys, self.values):
-            copies = [mx.take(array, slots, axis=1) for array in arrays]  # (kv_heads, PAGE, head_dim)
+            copies = [mx.take(array, slots, axis=2) for array in arrays]  # (1, kv_heads, PAGE, head_dim)
             mx.eval(copies)
             for array, copied in zip(arrays, copies, strict=True):
-                array[:, start : start + PAGE] = copied
+                array[:, :, start : start + PAGE] = copied
         self.evaluate()
 
     def evaluate(self) -> None:

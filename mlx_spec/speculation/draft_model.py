@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +12,8 @@ import mlx.core as mx
 from mlx_spec.config import Sampling
 from mlx_spec.context import Context, prefill
 from mlx_spec.sampling import distribution, draw
+
+_log = logging.getLogger("mlx_spec")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class DraftModel:
         self.context = context
         self._sampling, self._vocabulary_size = sampling, vocabulary_size
         self._context_length = context_length
+        self._told = False
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:
         """Read all of `tokens` but the last, as far as the draft's own context reaches."""
@@ -37,8 +42,13 @@ class DraftModel:
             prefill(self.context, self._known(tokens), progress)
 
     def room(self, length: int) -> int:
-        """How many tokens can be drafted after `length` committed ones."""
-        return 64 if self._context_length is None else max(0, self._context_length - length)
+        """How many tokens can be drafted after `length` committed ones. Says so once when the draft's context ends."""
+        if self._context_length is None:
+            return sys.maxsize
+        if length >= self._context_length and not self._told:
+            self._told = True
+            _log.warning(f"the draft's context of {self._context_length} tokens is full: plain decoding from here on")
+        return max(0, self._context_length - length)
 
     def propose(self, tokens: Sequence[int], k: int, seen: mx.array | None, key: mx.array) -> Proposal:
         """Draft k tokens after the committed `tokens`.

@@ -1,0 +1,343 @@
+"""Text in, text out: a target, perhaps its draft, and their tokenizer. Knows nothing of layers or rounds."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from mlx_spec.architectures import Decoder
+from mlx_spec.architectures.external import ExternalModel
+from mlx_spec.config import Sampling, Speculation
+from mlx_spec.context import LanguageModel, PagedModel
+from mlx_spec.engine import Decoding, Round, TokenLogprobs
+from mlx_spec.errors import BadConfig
+from mlx_spec.loader import LoadedModel, check_pair, resolve, wired_limit
+from mlx_spec.loader import load as load_model
+from mlx_spec.memory import check_cache_fits
+from mlx_spec.metrics import Statistics
+from mlx_spec.speculation import DraftModel
+from mlx_spec.tokenizer import StopScanner, Tokenizer
+
+_log = logging.getLogger("mlx_spec")
+
+Messages = Sequence[Mapping[str, str]]
+Prompt = str | Messages | Sequence[int]
+FinishReason = Literal["stop", "length"]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one target pass added."""
+
+    text: str
+    """New text that is certain: never part of a character, never the beginning of a stop string. May be empty."""
+    tokens: list[int]
+    """The tokens of this pass. Text may lag behind them."""
+    logprobs: list[TokenLogprobs] | None
+    """One per token, if `Sampling.top_logprobs` asks for them."""
+    finish_reason: FinishReason | None
+    """In the last chunk: "stop" for an end token or a stop string, "length" for max_tokens or the context's end."""
+    statistics: Statistics | None
+    """In the last chunk."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    tokens: list[int]
+    """Every token emitted: an end token, and the token that completed a stop string, included."""
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason
+    statistics: Statistics
+
+
+def load(model: str | Path, draft: str | Path | Literal[False] | None = None) -> LLM:
+    """Load a target and, if there is one, its draft.
+
+    model, draft: a name of the catalogue, org/name on the hub, a directory, or a .gguf file. draft None is the
+    catalogue's draft for `model`, False none at all.
+    Raises ModelNotFound, IncompatiblePair, BadConfig or DoesNotFit.
+    """
+    source = resolve(model)
+    entry = source.entry
+    if draft is None and entry is not None:
+        draft = entry.draft
+    draft_source = resolve(draft) if draft else None  # before the large one is read
+    target = load_model(source)
+    loaded_draft = load_model(draft_source) if draft_source else None
+    llm = LLM(target, loaded_draft)
+    if entry is not None:
+        llm.sampling, llm.speculation = entry.sampling, entry.speculation
+        llm.template_arguments, llm.system_prompt = dict(entry.template), entry.system_prompt
+    return llm
+
+
+class LLM:
+    """A model in memory, ready to generate.
+
+    Several generations may run beside one another, each iterated from the thread that made the LLM.
+    """
+
+    def __init__(self, target: LoadedModel, draft: LoadedModel | None = None) -> None:
+        """Raises IncompatiblePair if the draft's ids mean other strings than the target's."""
+        self.name, self.draft_name = target.name, draft.name if draft else None
+        self.tokenizer: Tokenizer = target.tokenizer
+        self.context_length = target.context_length
+        self.sampling, self.speculation = Sampling(), Speculation()
+        self.template_arguments: dict[str, Any] = {}
+        self.system_prompt: str | None = None
+        self._target = _language_model(target)
+        self._draft = _language_model(draft) if draft else None
+        self._draft_context_length = draft.context_length if draft else None
+        if draft is not None:
+            for warning in check_pair(target, draft):
+                _log.warning(warning)
+            self._draft = _usable(self._target, self._draft)
+        with closing(self._target.new_context()) as context:
+            self._columns = context.vocabulary_size
+        self.vocabulary_size = min(self.tokenizer.vocabulary_size, self._columns)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        sampling: Sampling | None = None,
+        speculation: Speculation | None = None,
+        max_tokens: int | None = 512,
+        stop: Sequence[str] = (),
+        stop_tokens: Collection[int] = (),
+        raw: bool = False,
+        prefill_progress: Progress | None = None,
+    ) -> Iterator[Chunk]:
+        """Generate, one chunk per target pass. Arguments are checked at once, before the first chunk is asked for.
+
+        prompt: a text (one user turn, if the model has a chat template and `raw` is not set), messages
+        ({"role", "content"}), or token ids. max_tokens None is as far as the context reaches. stop: texts that end
+        the answer and are not part of it; stop_tokens: ids that do, beside the model's own end tokens.
+        prefill_progress(done, total) counts prompt tokens read, by both models.
+        Raises BadConfig for an empty prompt, one that the context cannot hold, or values out of range.
+        """
+        tokens = self._prompt_tokens(prompt, raw)
+        sampling = self.sampling if sampling is None else sampling
+        speculation = self.speculation if speculation is None else speculation
+        if max_tokens is not None and max_tokens < 0:
+            raise BadConfig(f"max_tokens is {max_tokens}; give 0 or more, or None for no limit.")
+        if self.context_length is not None and len(tokens) >= self.context_length:
+            raise BadConfig(
+                f"the prompt has {len(tokens)} tokens and {self.name} takes {self.context_length} at most, the answer "
+                "included; shorten it."
+            )
+        answer = _Answer(self.tokenizer, stop, self.tokenizer.end_tokens | frozenset(stop_tokens))
+        limits = [max_tokens, None if self.context_length is None else self.context_length - len(tokens)]
+        limit = min((value for value in limits if value is not None), default=None)
+        planned = len(tokens) + (0 if limit is None or max_tokens is None else limit)
+        check_cache_fits(planned, sum(model.bytes_per_token for model in self._models))
+        return self._chunks(tokens, sampling, speculation, limit, answer, prefill_progress)
+
+    def generate(self, prompt: Prompt, **options: Any) -> Completion:
+        """The whole answer at once. Takes the options of `stream`."""
+        chunks = list(self.stream(prompt, **options))
+        last = chunks[-1]
+        assert last.finish_reason is not None and last.statistics is not None
+        logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
+        return Completion(
+            "".join(chunk.text for chunk in chunks),
+            [token for chunk in chunks for token in chunk.tokens],
+            logprobs if last.logprobs is not None else None,
+            last.finish_reason,
+            last.statistics,
+        )
+
+    def logits(self, tokens: Sequence[int]) -> mx.array:
+        """The target's logits after each of `tokens`, (n, vocabulary columns), for evaluation."""
+        checked = self._prompt_tokens(list(tokens), raw=True)
+        chunk, rows = 64, []
+        with wired_limit(), closing(self._target.new_context()) as context:
+            for start in range(0, len(checked), chunk):
+                rows.append(context.extend(checked[start : start + chunk]))
+                mx.eval(rows[-1])
+                context.evaluate()
+        return mx.concatenate(rows)
+
+    @property
+    def _models(self) -> list[LanguageModel]:
+        return [self._target] if self._draft is None else [self._target, self._draft]
+
+    def _prompt_tokens(self, prompt: Prompt, raw: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise BadConfig("the prompt is empty; give some text.")
+            if raw or not self.tokenizer.has_chat_template:
+                return self._checked_ids(self.tokenizer.encode(prompt))
+            prompt = [{"role": "user", "content": prompt}]
+        if len(prompt) == 0:
+            raise BadConfig("the prompt is empty; give at least one token or message.")
+        if isinstance(prompt[0], Mapping):
+            messages: list[Mapping[str, str]] = list(prompt)  # type: ignore[arg-type]
+            if self.system_prompt is not None and messages[0].get("role") != "system":
+                messages.insert(0, {"role": "system", "content": self.system_prompt})
+            return self._checked_ids(self.tokenizer.chat(messages, **self.template_arguments))
+        return self._checked_ids(prompt)
+
+    def _checked_ids(self, tokens: Sequence[Any]) -> list[int]:
+        try:
+            ids = [int(token) for token in tokens]
+        except (TypeError, ValueError) as error:
+            raise BadConfig(
+                "the prompt is neither a text, nor messages, nor token ids; give one of the three."
+            ) from error
+        outside = next((token for token in ids if not 0 <= token < self._columns), None)
+        if outside is not None:
+            raise BadConfig(f"token id {outside} is not in the vocabulary; give ids from 0 to {self._columns - 1}.")
+        return ids
+
+    def _chunks(
+        self,
+        tokens: list[int],
+        sampling: Sampling,
+        speculation: Speculation,
+        limit: int | None,
+        answer: _Answer,
+        prefill_progress: Progress | None,
+    ) -> Iterator[Chunk]:
+        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        prompt_tokens = len(tokens)
+        with wired_limit():
+            mx.reset_peak_memory()
+            target = self._target.new_context()
+            draft = self._new_draft(sampling, speculation)
+            try:
+                decoding = Decoding(
+                    tokens, target, draft, sampling=sampling, seed=seed, vocabulary_size=self.vocabulary_size
+                )
+                started = time.perf_counter()
+                if limit != 0:
+                    decoding.prefill(_counted(prefill_progress, (prompt_tokens - 1) * (2 if draft else 1)))
+                prefilled = time.perf_counter()
+                rounds = decoding.rounds(
+                    draft_tokens=speculation.draft_tokens,
+                    limit=limit,
+                    end_tokens=answer.end_tokens,
+                    keep=answer.keep,
+                )
+                total = _Total()
+                try:
+                    for finished in rounds:
+                        total.add(finished)
+                        if finished.ended or total.tokens == limit:
+                            break
+                        yield Chunk(answer.take(), finished.tokens, finished.logprobs, None, None)
+                    else:
+                        finished = Round([], 0, 0, None if sampling.top_logprobs is None else [], False)
+                finally:
+                    rounds.close()  # type: ignore[attr-defined]
+                statistics = Statistics(
+                    prompt_tokens=prompt_tokens,
+                    completion_tokens=total.tokens,
+                    target_passes=total.passes,
+                    drafted=total.drafted,
+                    accepted=total.accepted,
+                    prefill_seconds=prefilled - started,
+                    decode_seconds=time.perf_counter() - prefilled,
+                    kv_bytes=target.nbytes + (draft.context.nbytes if draft else 0),
+                    peak_memory_bytes=int(mx.get_peak_memory()),
+                    seed=seed,
+                )
+            finally:
+                target.close()
+                if draft is not None:
+                    draft.close()
+        reason: FinishReason = "stop" if finished.ended else "length"
+        yield Chunk(answer.take() + answer.finish(), finished.tokens, finished.logprobs, reason, statistics)
+
+    def _new_draft(self, sampling: Sampling, speculation: Speculation) -> DraftModel | None:
+        if self._draft is None or speculation.draft_tokens == 0:
+            return None
+        context = self._draft.new_context()
+        return DraftModel(context, sampling, self.vocabulary_size, self._draft_context_length)
+
+
+class _Answer:
+    """The text of an answer, and where it ends."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], end_tokens: frozenset[int]) -> None:
+        self._stream, self._scanner = tokenizer.stream(), StopScanner(stop)
+        self.end_tokens = end_tokens
+        self._ready = ""
+        self._stopped = False
+
+    def keep(self, tokens: Sequence[int]) -> int | None:
+        """How many of these tokens to keep if they complete a stop string. The end token has no text."""
+        for index, token in enumerate(tokens):
+            if token not in self.end_tokens:
+                shown, self._stopped = self._scanner.add(self._stream.add(token))
+                self._ready += shown
+                if self._stopped:
+                    return index + 1
+        return None
+
+    def take(self) -> str:
+        """The text that became certain since the last call."""
+        ready, self._ready = self._ready, ""
+        return ready
+
+    def finish(self) -> str:
+        """What was held back, once no more tokens come."""
+        if self._stopped:
+            return ""
+        shown, _ = self._scanner.add(self._stream.finish())
+        return shown + self._scanner.finish()
+
+
+@dataclass
+class _Total:
+    tokens: int = 0
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, finished: Round) -> None:
+        self.tokens += len(finished.tokens)
+        self.passes += 1
+        self.drafted += finished.drafted
+        self.accepted += finished.accepted
+
+
+def _language_model(loaded: LoadedModel) -> LanguageModel:
+    module = loaded.module
+    return PagedModel(module) if isinstance(module, Decoder) else ExternalModel(module)
+
+
+def _usable(target: LanguageModel, draft: LanguageModel | None) -> LanguageModel | None:
+    """The draft, unless one of the two cannot take rejected tokens back; then None, and the reason is logged."""
+    for role, model in (("target", target), ("draft", draft)):
+        if model is not None and model.rewind_obstacle:
+            _log.warning(f"no speculation, plain decoding: the {role} {model.rewind_obstacle}")
+            return None
+    return draft
+
+
+def _counted(progress: Progress | None, total: int) -> Callable[[int], None] | None:
+    """Turn 'so many more tokens' into 'done of total'."""
+    if progress is None:
+        return None
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
+    progress(0, total)
+    return advance
