@@ -1,0 +1,31 @@
+"""Options and fixtures of the whole suite."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--real-models", type=Path, help="directory with smollm2-135m, qwen2.5-coder-0.5b, ... for tests marked slow")
+
+
+@pytest.fixture(scope="session")
+def real_models(pytestconfig: pytest.Config) -> Path:
+    """The directory given with --real-models."""
+    directory = pytestconfig.getoption("--real-models")
+    if directory is None or not directory.is_dir():
+        pytest.skip("needs real models: give their directory with --real-models")
+    return Path(directory)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if sys.platform == "darwin" and platform.machine() == "arm64" and mx.metal.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("metal"):
+            item.add_marker(pytest.mark.skip(reason="needs a Mac with Apple silicon"))
