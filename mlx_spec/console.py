@@ -58,6 +58,13 @@ def _write(stream: TextIO | None, text: str, name: str) -> None:
         raise OutputError(f"cannot write to {name}: {error.strerror or error}.") from error
 
 
+def leave_interrupted_line() -> None:
+    """Puts the shell's prompt on a line of its own: a terminal shows ^C where the cursor was."""
+    terminal = next((stream for stream in (sys.stderr, sys.stdout) if stream and stream.isatty()), None)
+    if terminal:
+        _write(terminal, "\n", "the terminal")
+
+
 def abandon_output() -> None:
     """Lets go of what stdout and stderr still hold, so that Python's last flush does not fail once more."""
     for stream in (sys.stdout, sys.stderr):
@@ -177,30 +184,30 @@ def _figures(value: float) -> str:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout: drawn by rich on a terminal, else aligned text, one row a line.
+    """A table on stdout. The last column holds long text, perhaps several lines.
 
-    A cell with several lines is stacked on a terminal, and joined by ` + ` in plain text.
+    On a terminal it stands below its row, since an ordinary window has no room beside it. In plain text each
+    row is one line, for grep.
     """
     if is_plain(sys.stdout):
         write(plain_table(columns, rows))
         return
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column != columns[-1])
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+    heading, *short = plain_table(columns[:-1], [row[:-1] for row in rows]).splitlines()
     console = Console(highlight=False)
     with console.capture() as captured:
-        console.print(table)
+        console.print(Text(heading, "bold"))
+        for line, row in zip(short, rows, strict=True):
+            console.print(Text(line))
+            for below in row[-1].splitlines():
+                console.print(Text(f"  {below}", "dim"))
     write(captured.get())
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same as aligned text without colour or frame."""
+    """Aligned text, one row a line; the lines of a cell are joined by ` + `."""
     lines = [[*columns], *([" + ".join(cell.splitlines()) for cell in row] for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
     padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)

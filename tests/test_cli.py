@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -308,7 +309,7 @@ def test_closed_stdin(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("arguments", "parts"), [
     (["generate", "hello"], ["no model", "--model demo"]),
-    (["genrate"], ["'genrate'", "'generate'", "mlx-spec --help"]),
+    (["genrate"], ["'genrate'", "mlx-spec --help"]),
     (["--nonsense"], ["--nonsense", "mlx-spec --help"]),
     (["models", "extra"], ["extra", "mlx-spec models --help"]),
 ])
@@ -408,6 +409,17 @@ def test_progress_is_drawn_on_a_terminal_and_clears_itself(monkeypatch: pytest.M
     assert "reading the prompt" in terminal.getvalue()
 
 
+def test_a_table_on_a_terminal_has_its_long_column_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    console.show_table(["A", "B", "C"], [["one", "[2]", "target\ndraft"], ["three", "4", ""]])
+    plain = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
+    assert plain == "A      B\none    [2]\n  target\n  draft\nthree  4\n"
+    assert console.plain_table(["A", "C"], [["one", "target\ndraft"]]) == "A    C\none  target + draft\n"
+
+
 @pytest.mark.parametrize("reason", ["no terminal", "NO_COLOR", "dumb", "not shown"])
 def test_nothing_is_drawn_otherwise(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     terminal = io.StringIO() if reason == "no terminal" else _Terminal()
@@ -462,6 +474,16 @@ def test_a_closed_pipe_ends_quietly() -> None:
     assert process.stderr.read() == b""
     assert process.wait(timeout=60) == 141
     process.stderr.close()
+
+
+@pytest.mark.parametrize("arguments", [["generate", "--help"], ["models"], ["--version"]])
+def test_a_pipe_closed_from_the_start_ends_quietly(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = _start(*arguments, stdout=writing)
+    os.close(writing)
+    assert process.communicate(timeout=60)[1] == b""
+    assert process.returncode == 141
 
 
 def test_a_closed_pipe_for_both_ends_quietly() -> None:

@@ -194,7 +194,7 @@ def _write_text(chunks: Iterator[Chunk], end_progress: Callable[[], None]) -> St
                 console.write(chunk.text)
             statistics = chunk.statistics or statistics
     except KeyboardInterrupt:
-        if end not in ("", "\n"):
+        if end not in ("", "\n") and not sys.stdout.isatty():
             console.write("\n")
         raise
     if end != "\n":

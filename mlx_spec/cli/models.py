@@ -71,6 +71,7 @@ def _row(entry: Entry) -> list[str]:
 
 
 def _here(entry: Entry) -> tuple[bool, bool | None]:
-    from mlx_spec.loader import on_this_machine
+    """Whether target and draft are complete on this machine; None without a draft."""
+    from mlx_spec import hub
 
-    return on_this_machine(entry)
+    return hub.is_local(entry.target), hub.is_local(entry.draft) if entry.draft else None

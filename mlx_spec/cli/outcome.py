@@ -47,6 +47,8 @@ def exit_code(error: BaseException, outcome: Outcome) -> int:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        if code == INTERRUPTED:
+            console.leave_interrupted_line()
         if outcome.traceback and code in (FAILURE, MISTAKE):
             console.say_block("".join(traceback.format_exception(error)))
         if line:
@@ -58,14 +60,17 @@ def exit_code(error: BaseException, outcome: Outcome) -> int:
 
 
 def _judge(error: BaseException, outcome: Outcome) -> tuple[int, str]:
+    # typer prints its help itself; rich makes a SystemExit of the pipe's error, older versions do not.
+    if isinstance(error, console.ClosedPipeError | BrokenPipeError) or (
+        isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
+    ):
+        return CLOSED_PIPE, ""
     if isinstance(error, typer.Exit):
         return error.exit_code, ""
     if isinstance(error, SystemExit):
         return (error.code if isinstance(error.code, int) else FAILURE if error.code else 0), ""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return INTERRUPTED, ""
-    if isinstance(error, console.ClosedPipeError):
-        return CLOSED_PIPE, ""
     if isinstance(error, UsageError):
         return MISTAKE, _usage(error, outcome)
     if isinstance(error, MLXSpecError):
