@@ -5,6 +5,7 @@ Knows no models. Heavy imports happen inside the commands, so that help comes at
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -73,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _silence_libraries() -> None:
-    # transformers says at its import that PyTorch is missing; we need only its tokenizers.
+    # transformers says that PyTorch is missing, and that a text is longer than its tokenizer's limit.
+    # We need only its tokenizers, and check lengths ourselves. It reads the variable at its import.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
