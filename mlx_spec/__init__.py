@@ -1,15 +1,13 @@
 """Speculative decoding on MLX: a small model drafts, the large one decides, and its distribution is untouched."""
 
+from typing import TYPE_CHECKING, Any
+
 from mlx_spec.config import Sampling, Speculation
-from mlx_spec.errors import (
-    BadConfig,
-    DoesNotFit,
-    IncompatiblePair,
-    MLXSpecError,
-    ModelNotFound,
-)
+from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
 from mlx_spec.metrics import Statistics
-from mlx_spec.runtime import LLM, Chunk, Completion, load
+
+if TYPE_CHECKING:
+    from mlx_spec.runtime import LLM, Chunk, Completion, load
 
 __all__ = [
     "LLM",
@@ -25,3 +23,12 @@ __all__ = [
     "Statistics",
     "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # MLX and transformers take a second to import; `mlx-spec --help` needs neither.
+    if name in ("LLM", "Chunk", "Completion", "load"):
+        from mlx_spec import runtime
+
+        return getattr(runtime, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

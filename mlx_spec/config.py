@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from mlx_spec.errors import BadConfig
 
+_LARGEST = 1e9  # far beyond any use; float32 arithmetic on it stays finite
+
 
 def _require(condition: bool, name: str, value: object, accepted: str) -> None:
     if not condition:
@@ -44,19 +46,17 @@ class Sampling:
     """Report each token's log-probability and those of the n likeliest tokens; None reports nothing."""
 
     def __post_init__(self) -> None:
-        finite = math.isfinite
-        _require(finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature,
-                 "0 (greedy) or more")
+        _require(0 <= self.temperature <= _LARGEST, "temperature", self.temperature, "0 (greedy) to 1e9")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0 and at most 1 (off)")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 (off) to 1")
-        _require(finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty",
-                 self.repetition_penalty, "more than 0; 1 is off")
-        _require(finite(self.presence_penalty), "presence_penalty", self.presence_penalty, "a finite number")
-        _require(finite(self.frequency_penalty), "frequency_penalty", self.frequency_penalty, "a finite number")
+        _require(1 / _LARGEST <= self.repetition_penalty <= _LARGEST, "repetition_penalty",
+                 self.repetition_penalty, "1e-9 to 1e9; 1 is off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(abs(getattr(self, name)) <= _LARGEST, name, getattr(self, name), "-1e9 to 1e9; 0 is off")
         for token, bias in self.logit_bias.items():
             _require(token >= 0, "logit_bias", token, "token ids of 0 or more")
-            _require(not math.isnan(bias) and bias != math.inf, "logit_bias", bias, "finite numbers or -inf")
+            _require(bias == -math.inf or abs(bias) <= _LARGEST, "logit_bias", bias, "-1e9 to 1e9, or -inf")
         _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "0 to 2**64 - 1")
         _require(self.top_logprobs is None or 0 <= self.top_logprobs <= 100, "top_logprobs", self.top_logprobs,
                  "0 to 100")

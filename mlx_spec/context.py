@@ -17,6 +17,11 @@ from mlx_spec.kv import PAGE, PagePool, PageTable
 Tokens = Sequence[int] | mx.array
 
 
+def token_array(tokens: Tokens) -> mx.array:
+    """Token ids as (n,) int32 on the device."""
+    return tokens if isinstance(tokens, mx.array) else mx.array(list(tokens), dtype=mx.int32)
+
+
 class Context(Protocol):
     """One sequence of tokens in a model's cache."""
 
@@ -62,10 +67,13 @@ class Context(Protocol):
 class LanguageModel(Protocol):
     """What makes contexts: weights and the memory for their keys and values."""
 
-    rewind_obstacle: str | None
-    """Why contexts cannot be rewound, or None if they can."""
-    bytes_per_token: int
-    """Memory that one more position takes."""
+    @property
+    def rewind_obstacle(self) -> str | None:
+        """Why contexts cannot be rewound, or None if they can."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory that one more position takes."""
 
     def new_context(self) -> Context: ...
 
@@ -73,7 +81,7 @@ class LanguageModel(Protocol):
 class PagedModel:
     """A native definition and its page pool."""
 
-    rewind_obstacle = None
+    rewind_obstacle: str | None = None
 
     def __init__(self, module: Decoder) -> None:
         self.module = module
@@ -115,7 +123,7 @@ class PagedContext:
         return self.table.pool.nbytes
 
     def extend(self, tokens: Tokens, rows: int | None = None) -> mx.array:
-        tokens = tokens if isinstance(tokens, mx.array) else mx.array(tokens, dtype=mx.int32)
+        tokens = token_array(tokens)
         before = self.table.length
         self.table.append(tokens.size)
         try:
@@ -150,7 +158,7 @@ def prefill(context: Context, tokens: Sequence[int], progress: Callable[[int], N
     `progress` is told how many tokens each chunk had. No logits are computed.
     """
     # On a CPU the cost per row hardly falls beyond a few dozen rows: small chunks keep Ctrl-C and progress quick.
-    chunk = 64 if mx.default_device() == mx.cpu else 512
+    chunk = 32 if mx.default_device() == mx.cpu else 512
     while (remaining := len(tokens) - 1 - context.length) > 0:
         size = min(chunk, remaining)
         context.extend(tokens[context.length : context.length + size], rows=0)

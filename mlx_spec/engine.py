@@ -11,8 +11,9 @@ cache is too large to chain passes on adds one per drafted token.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -88,7 +89,7 @@ class Decoding:
         limit: int | None,
         end_tokens: Collection[int] = (),
         keep: Callable[[Sequence[int]], int | None] = lambda tokens: None,
-    ) -> Iterator[Round]:
+    ) -> Generator[Round, None, None]:
         """Generate until an end token, until `keep` says so, or until `limit` tokens have been committed.
 
         draft_tokens: K, tokens drafted per round. keep(tokens) sees each round's tokens, an end token included, and
@@ -175,11 +176,13 @@ class Decoding:
 
     def _read(self, flight: _Flight) -> tuple[list[int], int, list[TokenLogprobs] | None]:
         """Wait for a round: its tokens, how many drafts were accepted, and log-probabilities if asked for."""
-        accepted, next_token, *drafts = flight.packed.tolist()
+        packed: Any = flight.packed.tolist()
+        accepted, next_token, *drafts = packed
         tokens = [*drafts[:accepted], next_token]
         if flight.logprobs is None:
             return tokens, accepted, None
-        chosen, top, values = (array.tolist() for array in flight.logprobs)
+        read: list[Any] = [array.tolist() for array in flight.logprobs]
+        chosen, top, values = read
         logprobs = [
             TokenLogprobs(token, chosen[i], sorted(zip(top[i], values[i], strict=True), key=lambda pair: -pair[1]))
             for i, token in enumerate(tokens)

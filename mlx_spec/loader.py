@@ -112,7 +112,7 @@ def load(
         from mlx_spec.gguf import load_gguf  # only those who read such files need its extra
 
         module, config, tokenizer = load_gguf(source.path, get_model_classes)
-    choose_compute_type(module)
+    choose_compute_type(module, on_cpu=mx.default_device().type == mx.cpu, from_gguf=not source.path.is_dir())
     nbytes = _evaluate(source.name, module, progress)
     context_length = checkpoint.context_length(config)
     return LoadedModel(source.name, module, Tokenizer(tokenizer), config, context_length, nbytes)
@@ -126,19 +126,25 @@ def check_pair(target: LoadedModel, draft: LoadedModel) -> list[str]:
     )
 
 
-def choose_compute_type(module: nn.Module) -> None:
-    """On the CPU backend, store floating parameters in the type it computes fastest with; leave a GPU's.
+def choose_compute_type(module: nn.Module, *, on_cpu: bool, from_gguf: bool) -> None:
+    """Store floating parameters in a type that the backend computes fast with.
 
-    Quantized weights want float32 rows there (four to forty times faster than 16-bit ones, measured), and
-    dense float16 is far slower than bfloat16.
+    On the CPU backend quantized weights want float32 rows (four to forty times faster than 16-bit ones, measured), and
+    dense float16 is far slower than bfloat16. On a GPU a directory stays as it is; a GGUF file, whose norms are
+    float32, follows its 16-bit weights or scales, so that scales stay exact and rows are not computed in float32.
     """
-    if mx.default_device().type != mx.cpu:
-        return
     parameters = tree_flatten(module.parameters())
-    if any(name.endswith("scales") for name, _ in parameters):
-        module.set_dtype(mx.float32)
-    else:
-        module.set_dtype(mx.bfloat16, lambda dtype: dtype == mx.float16)
+    if on_cpu:
+        if any(name.endswith("scales") for name, _ in parameters):
+            module.set_dtype(mx.float32)
+        else:
+            module.set_dtype(mx.bfloat16, lambda dtype: dtype == mx.float16)
+    elif from_gguf:
+        types = {array.dtype for _, array in parameters}
+        for dtype in (mx.float16, mx.bfloat16):
+            if dtype in types:
+                module.set_dtype(dtype)
+                break
 
 
 def _fetch(source: str) -> Path:

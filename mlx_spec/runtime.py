@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +119,7 @@ class LLM:
         stop_tokens: Collection[int] = (),
         raw: bool = False,
         prefill_progress: Progress | None = None,
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """Generate, one chunk per target pass. Arguments are checked at once, before the first chunk is asked for.
 
         prompt: a text (one user turn, if the model has a chat template and `raw` is not set), messages
@@ -149,7 +149,8 @@ class LLM:
         """The whole answer at once. Takes the options of `stream`."""
         chunks = list(self.stream(prompt, **options))
         last = chunks[-1]
-        assert last.finish_reason is not None and last.statistics is not None
+        assert last.finish_reason is not None
+        assert last.statistics is not None
         logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
         return Completion(
             "".join(chunk.text for chunk in chunks),
@@ -210,7 +211,7 @@ class LLM:
         limit: int | None,
         answer: _Answer,
         prefill_progress: Progress | None,
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         prompt_tokens = len(tokens)
         with wired_limit():
@@ -241,7 +242,7 @@ class LLM:
                     else:
                         finished = Round([], 0, 0, None if sampling.top_logprobs is None else [], False)
                 finally:
-                    rounds.close()  # type: ignore[attr-defined]
+                    rounds.close()
                 statistics = Statistics(
                     prompt_tokens=prompt_tokens,
                     completion_tokens=total.tokens,

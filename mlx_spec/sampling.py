@@ -58,13 +58,17 @@ def _penalised(logits: mx.array, sampling: Sampling, seen: mx.array) -> mx.array
 def _threshold(probabilities: mx.array, sampling: Sampling) -> mx.array | None:
     """The least probability that every filter keeps, (n, 1), or None if nothing is filtered."""
     thresholds = []
-    candidates = probabilities
+    candidates = left = probabilities
     if 0 < sampling.top_k < probabilities.shape[-1]:
         k = sampling.top_k
         candidates = mx.partition(probabilities, -k, axis=-1)[:, -k:]  # (n, k)
         thresholds.append(candidates.min(axis=-1, keepdims=True))
+        # More than k tokens, where some tie at the last place.
+        left = mx.where(probabilities >= thresholds[0], probabilities, 0)
     if sampling.top_p < 1:
-        thresholds.append(_nucleus_threshold(candidates, sampling.top_p * candidates.sum(axis=-1, keepdims=True)))
+        # The lower bound keeps a tiny top-p above zero in float32: the likeliest token always stays.
+        mass = max(sampling.top_p, 1e-20) * left.sum(axis=-1, keepdims=True)
+        thresholds.append(_nucleus_threshold(candidates, mass))
     if sampling.min_p > 0:
         thresholds.append(sampling.min_p * probabilities.max(axis=-1, keepdims=True))
     if not thresholds:
@@ -77,13 +81,13 @@ def _threshold(probabilities: mx.array, sampling: Sampling) -> mx.array | None:
 
 @partial(mx.compile, shapeless=False)
 def _nucleus_threshold(probabilities: mx.array, mass: mx.array) -> mx.array:
-    """The greatest t for which the probabilities of t and more add up to at least `mass`; (n, 1).
+    """The greatest t for which the probabilities of t and more add up to at least `mass`, or 0; (n, 1).
 
     Non-negative floats order as their bits do, so 30 halvings of the integers find t exactly, each a masked sum over
-    the row: about a sort's cost on one CPU thread, and on a GPU a fraction of it.
+    the row: no more than a sort on one CPU thread (measured), and no sort of the vocabulary on a GPU.
     """
     bits = probabilities.view(mx.int32)
-    low = mx.zeros_like(mass).astype(mx.int32)  # holds: the mass of `low` and more suffices
+    low = mx.zeros_like(mass).astype(mx.int32)  # holds: the mass of `low` and more suffices, or `low` is 0
     for position in reversed(range(30)):  # 1.0 is 0x3f800000: bits 0 to 29
         middle = low + (1 << position)
         enough = mx.where(bits >= middle, probabilities, 0).sum(axis=-1, keepdims=True) >= mass

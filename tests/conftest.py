@@ -11,7 +11,9 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--real-models", type=Path, help="directory with smollm2-135m, qwen2.5-coder-0.5b, ... for tests marked slow")
+    parser.addoption(
+        "--real-models", type=Path, help="directory with smollm2-135m, qwen2.5-coder-0.5b, ... for tests marked slow"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from directories import byte_level, write_json, write_model, write_tokenizer, write_weights
 from mlx.utils import tree_flatten
@@ -317,3 +318,23 @@ def test_a_pair_is_judged_by_its_tokenizers(tmp_path: Path) -> None:
     write_tokenizer(other, backend)
     with pytest.raises(IncompatiblePair, match="split the same text differently"):
         loader.check_pair(target, loader.load(other))
+
+
+@pytest.mark.parametrize(
+    ("types", "on_cpu", "from_gguf", "expected"),
+    [
+        ({"weight": mx.float16}, True, False, {"weight": mx.bfloat16}),
+        ({"weight": mx.bfloat16}, True, False, {"weight": mx.bfloat16}),
+        ({"weight": mx.float32}, True, False, {"weight": mx.float32}),
+        ({"scales": mx.float16, "norm": mx.bfloat16}, True, False, {"scales": mx.float32, "norm": mx.float32}),
+        ({"scales": mx.float16, "norm": mx.float32}, False, True, {"scales": mx.float16, "norm": mx.float16}),
+        ({"weight": mx.bfloat16, "norm": mx.float32}, False, True, {"weight": mx.bfloat16, "norm": mx.bfloat16}),
+        ({"scales": mx.bfloat16, "norm": mx.float32}, False, False, {"scales": mx.bfloat16, "norm": mx.float32}),
+    ],
+)
+def test_compute_type_follows_the_backend(types, on_cpu, from_gguf, expected) -> None:
+    module = nn.Module()
+    for name, dtype in types.items():
+        module[name] = mx.zeros((2, 2), dtype)
+    loader.choose_compute_type(module, on_cpu=on_cpu, from_gguf=from_gguf)
+    assert {name: module[name].dtype for name in types} == expected

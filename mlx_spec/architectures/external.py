@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
 
-from mlx_spec.context import Tokens
+from mlx_spec.context import Tokens, token_array
 
 _EXACTLY_REWINDABLE = (KVCache, QuantizedKVCache)
 """Caches whose `trim` forgets exactly the last tokens. A rotating cache has overwritten what a rewind would need
@@ -46,14 +46,15 @@ class ExternalContext:
 
     def __init__(self, module: nn.Module, can_rewind: bool, vocabulary_size: int) -> None:
         self._module, self.can_rewind, self.vocabulary_size = module, can_rewind, vocabulary_size
-        self.close()
+        self._caches: list[Any] = make_prompt_cache(module)
+        self.length = 0
 
     @property
     def nbytes(self) -> int:
         return sum(int(cache.nbytes) for cache in self._caches) if self.length else 0
 
     def extend(self, tokens: Tokens, rows: int | None = None) -> mx.array:
-        tokens = tokens if isinstance(tokens, mx.array) else mx.array(tokens, dtype=mx.int32)
+        tokens = token_array(tokens)
         before = self.length
         try:
             logits = self._module(tokens[None], cache=self._caches)[0]  # (n, vocabulary_size)
@@ -92,7 +93,7 @@ class ExternalContext:
         return other
 
     def close(self) -> None:
-        self._caches: list[Any] = make_prompt_cache(self._module)
+        self._caches = make_prompt_cache(self._module)
         self.length = 0
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +24,8 @@ from mlx_spec.errors import BadConfig
 if TYPE_CHECKING:
     from mlx_spec.metrics import Statistics
     from mlx_spec.runtime import LLM, Chunk
+
+_log = logging.getLogger("mlx_spec")
 
 _PROMPT, _MODEL, _LENGTH, _CHOICE, _REPETITION, _OUTPUT = (
     "Prompt", "Models", "When to stop", "How words are chosen", "Against repetition", "Output")
@@ -127,6 +130,8 @@ def generate(
 
     with console.notes(shown=not quiet):
         llm = _load(model, draft, quiet=quiet)
+        if draft_tokens and llm.draft_name is None:
+            _log.warning(f"{model} has no draft, so --draft-tokens does nothing; name one with --draft")
         question: str | list[dict[str, str]] = text
         if system is not None:
             question = [{"role": "system", "content": system}, {"role": "user", "content": text}]
@@ -142,7 +147,7 @@ def generate(
                 prefill_progress=progress,
             )
             # A generator: closed at once, it leaves the caches in order also after Ctrl-C or a closed pipe.
-            with contextlib.closing(cast("Generator[Chunk, None, None]", chunks)) as chunks:
+            with contextlib.closing(chunks) as chunks:
                 statistics = _write_json(chunks, llm) if as_json else _write_text(chunks, end_progress)
         if not quiet:
             console.say(console.statistics_line(statistics))

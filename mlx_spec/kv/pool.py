@@ -111,7 +111,11 @@ class PagePool:
         slab = max(missing, min(max(self.pages // 2, _SMALLEST_SLAB), _LARGEST_SLAB))
         for arrays in (self.keys, self.values):
             for layer, array in enumerate(arrays):
-                arrays[layer] = mx.concatenate([array, self._blank(slab)], axis=2)
+                # After a growth that ran out of memory halfway, some arrays are larger than others.
+                lacking = self.pages + slab - array.shape[2] // PAGE
+                if lacking <= 0:
+                    continue
+                arrays[layer] = mx.concatenate([array, self._blank(lacking)], axis=2)
                 del array
                 mx.eval(arrays[layer])  # one layer at a time: the peak is one layer above the new size
         self._references.extend([0] * slab)

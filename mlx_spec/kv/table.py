@@ -20,7 +20,11 @@ class PageTable:
             before = self.pages[-2] if len(self.pages) > 1 else None
             shared = self.pages[-1]
             [own] = self.pool.allocate(1, after=before)
-            self.pool.copy_page(shared, own)
+            try:
+                self.pool.copy_page(shared, own)
+            except BaseException:
+                self.pool.release([own])
+                raise
             self.pages[-1] = own
             self.pool.release([shared])
         wanted = -(-(self.length + count) // PAGE)

@@ -58,6 +58,7 @@ class DraftModel:
         that accepted everything, the last drafted one.
         """
         pending: Sequence[int] | mx.array = self._known(tokens[self.context.length :])
+        narrower = self.context.vocabulary_size < self._vocabulary_size
         drafted, rows = [], []
         for step_key in mx.random.split(key, k):
             row = self._distribution(self.context.extend(pending, rows=1), seen)
@@ -66,7 +67,7 @@ class DraftModel:
                 seen = seen.at[:, token].add(1)
             drafted.append(token)
             rows.append(row)
-            pending = self._known(token)
+            pending = mx.minimum(token, self.context.vocabulary_size - 1) if narrower else token
             if self.context.chains_cheaply:
                 mx.async_eval(token)
             else:
@@ -80,14 +81,9 @@ class DraftModel:
     def close(self) -> None:
         self.context.close()
 
-    def _known(self, tokens: Sequence[int] | mx.array) -> Sequence[int] | mx.array:
+    def _known(self, tokens: Sequence[int]) -> list[int]:
         """Ids past this model's embedding become its last one: what it drafts then is only less likely accepted."""
-        last = self.context.vocabulary_size - 1
-        if last >= self._vocabulary_size - 1:
-            return tokens
-        if isinstance(tokens, mx.array):
-            return mx.minimum(tokens, last)
-        return [min(token, last) for token in tokens]
+        return [min(token, self.context.vocabulary_size - 1) for token in tokens]
 
     def _distribution(self, logits: mx.array, seen: mx.array | None) -> mx.array:
         missing = self._vocabulary_size - logits.shape[-1]
