@@ -1,0 +1,82 @@
+"""Settings check themselves and say what they accept."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from mlx_spec.config import Sampling, Speculation
+from mlx_spec.errors import BadConfig
+
+NAN, INFINITY = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", value) for value in (-0.1, NAN, INFINITY, -INFINITY, 1e39)),
+        ("top_k", -1),
+        *(("top_p", value) for value in (0, -0.5, 1.0001, NAN, INFINITY)),
+        *(("min_p", value) for value in (-0.01, 1.01, NAN, INFINITY)),
+        *(("repetition_penalty", value) for value in (0, -1, NAN, INFINITY, 1e-300, 1e300)),
+        *(("presence_penalty", value) for value in (NAN, INFINITY, -INFINITY, 1e39)),
+        *(("frequency_penalty", value) for value in (NAN, INFINITY, -INFINITY, -1e39)),
+        *(("logit_bias", value) for value in ({-1: 1.0}, {3: NAN}, {3: INFINITY}, {3: 1e39}, {0: 1.0, 5: NAN})),
+        *(("seed", value) for value in (-1, 2**64)),
+        *(("top_logprobs", value) for value in (-1, 101)),
+    ],
+)
+def test_value_out_of_range_is_named(name: str, value: Any) -> None:
+    with pytest.raises(BadConfig) as caught:
+        Sampling(**{name: value})
+    message = str(caught.value)
+    bad = next(iter(value)) if value == {-1: 1.0} else [*value.values()][-1] if isinstance(value, dict) else value
+    assert message.startswith(f"{name} is {bad!r}; give ")
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0}, {"temperature": 1e-300}, {"temperature": 1e9}, {"top_k": 10**9}, {"top_p": 1e-300},
+        {"top_p": 1}, {"min_p": 0}, {"min_p": 1}, {"repetition_penalty": 0.5}, {"presence_penalty": -2},
+        {"frequency_penalty": -2}, {"logit_bias": {0: -INFINITY, 7: 100}}, {"seed": 0}, {"seed": 2**64 - 1},
+        {"top_logprobs": 0}, {"top_logprobs": 100},
+    ],
+)  # fmt: skip
+def test_extreme_values_are_accepted(settings: dict[str, Any]) -> None:
+    sampling = Sampling(**settings)
+    assert all(getattr(sampling, name) == value for name, value in settings.items())
+
+
+def test_defaults_are_greedy_and_change_nothing() -> None:
+    assert Sampling() == Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {}, None, None)
+    assert not Sampling().penalises
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_each_penalty_penalises(name: str) -> None:
+    assert Sampling(**{name: 0.5}).penalises
+    assert not Sampling(temperature=1, top_k=3, top_p=0.5, min_p=0.1, logit_bias={1: 1}).penalises
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Sampling().temperature = 1  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Speculation().draft_tokens = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [-1, 65])
+def test_draft_tokens_out_of_range(value: int) -> None:
+    with pytest.raises(BadConfig, match=rf"^draft_tokens is {value}; give 0 .* to 64\.$"):
+        Speculation(draft_tokens=value)
+
+
+@pytest.mark.parametrize("value", [0, 1, 64])
+def test_draft_tokens_in_range(value: int) -> None:
+    assert Speculation(value).draft_tokens == value
