@@ -6,8 +6,9 @@ Parameter names are those of the checkpoints (and of mlx-lm), so mlx-lm loads an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +17,8 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_spec.attention import AttentionPass
 from mlx_spec.errors import BadConfig
+
+T = TypeVar("T", int, float)
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -46,35 +49,43 @@ class DecoderArguments:
 def common_arguments(config: dict[str, Any], **variant: Any) -> dict[str, Any]:
     """The arguments that every variant reads from the same keys of a checkpoint's configuration.
 
-    Raises BadConfig for a missing key or an unknown kind of rotary embedding.
+    Raises BadConfig for a missing or unusable value, or an unknown kind of rotary embedding.
     """
-    try:
-        heads = int(config["num_attention_heads"])
-        hidden_size = int(config["hidden_size"])
-        # transformers 5 writes the rotary settings into one nested dictionary.
-        rope = config.get("rope_parameters") or config.get("rope_scaling")
-        nested_theta = rope.get("rope_theta") if rope else None
-        arguments = {
-            "hidden_size": hidden_size,
-            "layers": int(config["num_hidden_layers"]),
-            "intermediate_size": int(config["intermediate_size"]),
-            "heads": heads,
-            "kv_heads": int(config.get("num_key_value_heads") or heads),
-            "head_dim": int(config.get("head_dim") or hidden_size // heads),
-            "vocabulary_size": int(config["vocab_size"]),
-            "norm_epsilon": float(config["rms_norm_eps"]),
-            "rope_theta": float(config.get("rope_theta") or nested_theta or 10000.0),
-            "rope_scaling": rope,
-            "rope_traditional": bool(config.get("rope_traditional", False)),
-            "max_position": config.get("max_position_embeddings"),
-            "tied": bool(config.get("tie_word_embeddings", False)),
-        } | variant
-    except KeyError as error:
-        raise BadConfig(f"config.json has no {error.args[0]!r}; download the model again.") from error
-    kind = (rope.get("rope_type") or rope.get("type") or "default") if rope else "default"
+    heads = _number(config, "num_attention_heads", int)
+    hidden_size = _number(config, "hidden_size", int)
+    # transformers 5 writes the rotary settings into one nested dictionary.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("type") or rope.get("rope_type") or "default"  # in mlx-lm's order
     if kind not in ROPE_KINDS:
         raise BadConfig(f"rope type {kind!r} is not known; known are {', '.join(ROPE_KINDS)}.")
-    return arguments
+    nested_theta = _number(rope, "rope_theta", float, 10000.0)
+    return {
+        "hidden_size": hidden_size,
+        "layers": _number(config, "num_hidden_layers", int),
+        "intermediate_size": _number(config, "intermediate_size", int),
+        "heads": heads,
+        "kv_heads": _number(config, "num_key_value_heads", int, heads),
+        "head_dim": _number(config, "head_dim", int, hidden_size // heads),
+        "vocabulary_size": _number(config, "vocab_size", int),
+        "norm_epsilon": _number(config, "rms_norm_eps", float),
+        "rope_theta": _number(config, "rope_theta", float, nested_theta),
+        "rope_scaling": None if kind == "default" else rope,
+        "rope_traditional": bool(config.get("rope_traditional", False)),
+        "max_position": config.get("max_position_embeddings"),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+    } | variant
+
+
+def _number(config: dict[str, Any], key: str, kind: Callable[[Any], T], default: T | None = None) -> T:
+    """A positive number of the configuration. With a default it may be absent or null."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if key not in config:
+        raise BadConfig(f"config.json has no {key!r}; download the model again.")
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return kind(value)
+    raise BadConfig(f"{key!r} in config.json is {value!r}, which is no positive number; download the model again.")
 
 
 class Attention(nn.Module):
@@ -193,5 +204,7 @@ def _rope(arguments: DecoderArguments) -> nn.Module:
             scaling_config=arguments.rope_scaling,
             max_position_embeddings=arguments.max_position,
         )
-    except (KeyError, TypeError) as error:
-        raise BadConfig(f"rope_scaling in config.json is incomplete: {error}; download the model again.") from error
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise BadConfig(
+            f"rope_scaling in config.json is incomplete or wrong: {error}; download the model again."
+        ) from error
