@@ -67,7 +67,7 @@ class ExternalContext:
                 self.close()
             raise
         self.length = before + tokens.size
-        return logits if rows is None else logits[tokens.size - rows :]
+        return logits if rows is None else logits[max(0, tokens.size - rows) :]
 
     def evaluate(self) -> None:
         mx.eval([cache.state for cache in self._caches])
