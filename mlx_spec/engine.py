@@ -95,7 +95,7 @@ class Decoding:
         draft_tokens: K, tokens drafted per round. keep(tokens) sees each round's tokens, an end token included, and
         returns how many of them to keep if generation ends there, else None.
         """
-        if self._sampling.penalises and self._seen is None:
+        if self._sampling.penalises:  # anew each time: an interrupted pass may have counted what was never committed
             self._seen = count_tokens(self.tokens, self._vocabulary_size)[None]
         left = limit
         flight: _Flight | None = None
@@ -122,7 +122,7 @@ class Decoding:
 
     def _drafts(self, draft_tokens: int, left: int | None) -> int:
         """How many tokens this round may draft: the target always adds one of its own."""
-        if self.draft is None:
+        if self.draft is None or not (self.target.can_rewind and self.draft.context.can_rewind):
             return 0
         allowed = min(draft_tokens, self.draft.room(len(self.tokens)))
         return allowed if left is None else min(allowed, left - 1)
@@ -192,7 +192,7 @@ class Decoding:
     def _commit(self, tokens: list[int], counted: bool) -> None:
         self.tokens.extend(tokens)
         if self._seen is not None and not counted:
-            self._seen = self._seen.at[:, mx.array(tokens)].add(1)
+            self._seen = self._seen.at[:, mx.array(tokens, mx.int32)].add(1)
 
     def _rewind(self) -> None:
         """Restore the invariant."""
