@@ -298,6 +298,37 @@ def test_the_largest_free_run_is_taken() -> None:
     check_contents(new, tokens)
 
 
+def test_the_next_page_is_preferred_to_a_larger_run() -> None:
+    pool = new_pool()
+    tables = [filled(pool, PAGE) for _ in range(12)]
+    for page in (0, 1, 2, 3, 6, 7):
+        tables[page][0].rewind(0)
+    table, tokens = tables[5]
+    write(table, list(range(2 * PAGE)))
+    assert table.pages == [5, 6, 7]
+    write(table, list(range(PAGE)))
+    assert table.pages == [5, 6, 7, 0]
+    check_contents(table, [*tokens, *range(2 * PAGE), *range(PAGE)])
+
+
+def test_a_copied_page_follows_its_predecessor_if_it_can() -> None:
+    pool = new_pool()
+    tables = [filled(pool, PAGE) for _ in range(12)]
+    for page in (1, 2, 6, 7, 8, 9):
+        tables[page][0].rewind(0)
+    parent, tokens = tables[0]
+    write(parent, [900])
+    child = parent.fork()
+    write(child, [901])
+    assert (parent.pages, child.pages) == ([0, 1], [0, 6])
+    parent.rewind(0)
+    grandchild = child.fork()
+    write(grandchild, [902])
+    assert grandchild.pages == [0, 1]
+    check_contents(child, [*tokens, 900, 901])
+    check_contents(grandchild, [*tokens, 900, 901, 902])
+
+
 def test_pages_that_do_not_follow_are_still_the_right_ones() -> None:
     pool = new_pool()
     one, two = PageTable(pool), PageTable(pool)
