@@ -119,6 +119,17 @@ def test_nucleus_threshold_is_exact(seed: int, size: int, top_p: float, ties: bo
     np.testing.assert_array_equal(np.array(rows >= got)[0], grains / 2**22 >= least)
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.floats(2**-100, 0.5, width=32), st.integers(1, 300))
+def test_nucleus_threshold_parts_neighbouring_floats(value: float, below: int) -> None:
+    likeliest = np.float32(value)
+    row = np.full(5, likeliest)
+    for _ in range(below):
+        row[1:] = np.nextafter(row[1:], np.float32(0))
+    threshold = module._nucleus_threshold(mx.array(row)[None], mx.array([[likeliest / 2]]))
+    assert threshold.item() == likeliest
+
+
 @pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.9, 0.999999])
 @pytest.mark.parametrize("top_k", [0, 50])
 def test_top_p_over_a_large_vocabulary(top_p: float, top_k: int) -> None:
