@@ -586,20 +586,25 @@ def test_generations_beside_one_another_do_not_touch(k: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [(40, 30), (48, 44), (44, 48), (40, 64), (64, 40)])
-def test_padded_vocabularies_of_different_size(columns: tuple[int, int]) -> None:
+def test_padded_vocabularies_of_different_size(
+    columns: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The prompt holds the largest ids either model knows; neither the draft's embedding nor the output is overrun."""
     target, draft = _model(1, vocab_size=columns[0]), _model(2, vocab_size=columns[1])
     prompt = [3, columns[0] - 1, 29, 39, 7]
-    run = Run(target, draft, prompt=prompt)
     known: list[int] = []
-    module = run.models[1].module.model.embed_tokens
-    original = type(module).__call__
-    type(module).__call__ = lambda self, x: (self is module and known.extend(x.flatten().tolist())) or original(self, x)
-    try:
-        made = run.go(3, 30)
-    finally:
-        type(module).__call__ = original
+    embedding = draft.module.model.embed_tokens
+    original = type(embedding).__call__
+
+    def watched(self: Any, tokens: mx.array) -> mx.array:
+        if self is embedding:
+            known.extend(tokens.flatten().tolist())
+        return original(self, tokens)
+
+    monkeypatch.setattr(type(embedding), "__call__", watched)
+    made = Run(target, draft, prompt=prompt).go(3, 30)
     assert made == Run(target, None, prompt=prompt).go(0, 30)
+    assert set(prompt[:-1]) - set(known) == {token for token in prompt[:-1] if token >= columns[1]}
     assert max(known) < columns[1]
     assert max(made) < SIZE
 

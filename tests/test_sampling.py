@@ -126,7 +126,7 @@ def test_nucleus_threshold_parts_neighbouring_floats(value: float, below: int) -
     row = np.full(5, likeliest)
     for _ in range(below):
         row[1:] = np.nextafter(row[1:], np.float32(0))
-    threshold = module._nucleus_threshold(mx.array(row)[None], mx.array([[likeliest / 2]]))
+    threshold = module._nucleus_threshold(mx.array(row)[None], mx.array([[float(likeliest) / 2]]))
     assert threshold.item() == likeliest
 
 
