@@ -1,0 +1,63 @@
+"""Runs Metal kernels on a CPU and detects what would be wrong with them on a GPU.
+
+    kernel = mx.fast.metal_kernel(name=..., input_names=[...], output_names=[...], source=...)
+    result = run(Launch(kernel, inputs, output_shapes, output_dtypes, grid, threadgroup, template))
+    result.outputs, result.report
+
+What runs is the text MLX generates for that very call, compiled as C++ (source.py, compile.py, include/) and executed
+with one fibre per GPU thread (runtime/). What is right here is not thereby fast on a GPU, nor is Apple's compiler
+ruled out as a cause of trouble; those need a Mac.
+"""
+
+from .errors import (
+    AddressSpaceError,
+    BadLaunch,
+    CompileError,
+    DataRace,
+    DivergentBarrier,
+    DivergentSimd,
+    LaneLayout,
+    Misaligned,
+    OutOfBounds,
+    ShimError,
+    StoreToInput,
+    TooLong,
+    TooManyThreads,
+    TooMuchThreadgroupMemory,
+    UndefinedBehaviour,
+    Uninitialised,
+    Unwritten,
+    WildPointer,
+)
+from .launch import Launch, Limits, Output, PlainLaunch, Report, Result, Stand, Traffic, prepare, run
+
+__all__ = [
+    "AddressSpaceError",
+    "BadLaunch",
+    "CompileError",
+    "DataRace",
+    "DivergentBarrier",
+    "DivergentSimd",
+    "LaneLayout",
+    "Launch",
+    "Limits",
+    "Misaligned",
+    "OutOfBounds",
+    "Output",
+    "PlainLaunch",
+    "Report",
+    "Result",
+    "ShimError",
+    "Stand",
+    "StoreToInput",
+    "TooLong",
+    "TooManyThreads",
+    "TooMuchThreadgroupMemory",
+    "Traffic",
+    "UndefinedBehaviour",
+    "Uninitialised",
+    "Unwritten",
+    "WildPointer",
+    "prepare",
+    "run",
+]

@@ -1,0 +1,104 @@
+// 8x8 matrices held by a simdgroup. Which lane holds which element is not documented by Metal; here it is a made-up
+// scramble, and reading it through thread_elements() is an error. Products are summed in float and rounded once.
+#pragma once
+
+extern "C" void shim_lane_layout(uint line);
+
+namespace shim {
+constexpr uint matrix_place(uint lane, uint item) { return ((2 * lane + item) * 37 + 11) % 64; }  // row * 8 + column
+inline uint lane() { return shim_attribute(8).x; }
+struct matrix_call { const volatile void* at; ulong stride; uint transposed; };
+// All lanes must pass the same memory; also a point where all lanes meet.
+inline void agree(matrix_call call, const char* operation, uint line) {
+  exchange<uint>(call, operation, line, [](const matrix_call* in, uint* out, uint n) SHIM_PLAIN {
+    if (n != 32) shim_misuse("a simdgroup matrix needs all 32 lanes", 0);
+    for (uint i = 0; i < n; i++) {
+      if (in[i].at != in[0].at || in[i].stride != in[0].stride || in[i].transposed != in[0].transposed)
+        shim_misuse("the arguments of a simdgroup matrix operation differ between lanes", 0);
+      out[i] = 0;
+    }
+  });
+}
+}  // namespace shim
+
+namespace metal {
+template <class T, int Columns, int Rows> struct simdgroup_matrix {
+  static_assert(Columns == 8 && Rows == 8, "simdgroup matrices are 8 by 8");
+  static_assert(shim::floating<T>, "simdgroup matrices hold float, half or bfloat");
+  T shim_held[2];
+  simdgroup_matrix() = default;
+  explicit simdgroup_matrix(T diagonal) {
+    for (uint i = 0; i < 2; i++) shim_held[i] = shim::matrix_place(shim::lane(), i) % 9 == 0 ? diagonal : T(0);
+  }
+  vec<T, 2>& thread_elements(uint line = __builtin_LINE()) {
+    shim_lane_layout(line);
+    return *reinterpret_cast<vec<T, 2>*>(shim_held);
+  }
+};
+typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
+typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
+typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
+
+template <class T, int C, int R> simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T value) {
+  simdgroup_matrix<T, C, R> m;
+  m.shim_held[0] = m.shim_held[1] = value;
+  return m;
+}
+template <class T, int C, int R> simdgroup_matrix<T, C, R> make_diagonal_simdgroup_matrix(T value) {
+  return simdgroup_matrix<T, C, R>(value);
+}
+
+// Element (row, column) is at (origin.y + row) * elements_per_row + origin.x + column.
+#define SHIM_MATRIX_MEMORY(space)                                                                                       \
+  template <class T, int C, int R>                                                                                      \
+  void simdgroup_load(simdgroup_matrix<T, C, R>& m, const space T* from, ulong elements_per_row = C,                    \
+                      ulong2 origin = ulong2{0, 0}, bool transposed = false, uint line = __builtin_LINE()) SHIM_BODY(   \
+    if (transposed && (origin.x || origin.y)) shim_misuse("transposed simdgroup_load from an origin is not known", line); \
+    from += origin.y * elements_per_row + origin.x;                                                                     \
+    shim::agree({from, elements_per_row, transposed}, "simdgroup_load", line);                                          \
+    for (uint i = 0; i < 2; i++) {                                                                                      \
+      const uint place = shim::matrix_place(shim::lane(), i);                                                           \
+      const uint row = transposed ? place % 8 : place / 8, column = transposed ? place / 8 : place % 8;                 \
+      m.shim_held[i] = from[row * elements_per_row + column];                                                           \
+    })                                                                                                                  \
+  template <class T, int C, int R>                                                                                      \
+  void simdgroup_store(simdgroup_matrix<T, C, R> m, space T* to, ulong elements_per_row = C,                            \
+                       ulong2 origin = ulong2{0, 0}, bool transposed = false, uint line = __builtin_LINE()) SHIM_BODY(  \
+    if (transposed && (origin.x || origin.y)) shim_misuse("transposed simdgroup_store to an origin is not known", line); \
+    to += origin.y * elements_per_row + origin.x;                                                                       \
+    shim::agree({to, elements_per_row, transposed}, "simdgroup_store", line);                                           \
+    for (uint i = 0; i < 2; i++) {                                                                                      \
+      const uint place = shim::matrix_place(shim::lane(), i);                                                           \
+      const uint row = transposed ? place % 8 : place / 8, column = transposed ? place / 8 : place % 8;                 \
+      to[row * elements_per_row + column] = m.shim_held[i];                                                             \
+    })
+SHIM_SPACES(SHIM_MATRIX_MEMORY)
+
+// d = a b + c. Mixed element types of a and b are accepted, as Metal's own templates do.
+template <class T, class A, class B>
+void simdgroup_multiply_accumulate(simdgroup_matrix<T, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
+                                   simdgroup_matrix<T, 8, 8> c, uint line = __builtin_LINE()) {
+  struct In { A a[2]; B b[2]; T c[2]; };
+  struct Out { T d[2]; };
+  const Out out = shim::exchange<Out>(
+      In{{a.shim_held[0], a.shim_held[1]}, {b.shim_held[0], b.shim_held[1]}, {c.shim_held[0], c.shim_held[1]}},
+      "simdgroup_multiply_accumulate", line, [](const In* in, Out* out, uint n) SHIM_PLAIN {
+        if (n != 32) shim_misuse("a simdgroup matrix needs all 32 lanes", 0);
+        float a[64], b[64];
+        for (uint i = 0; i < 64; i++) a[shim::matrix_place(i / 2, i % 2)] = float(in[i / 2].a[i % 2]);
+        for (uint i = 0; i < 64; i++) b[shim::matrix_place(i / 2, i % 2)] = float(in[i / 2].b[i % 2]);
+        for (uint i = 0; i < 64; i++) {
+          const uint place = shim::matrix_place(i / 2, i % 2), row = place / 8, column = place % 8;
+          float sum = float(in[i / 2].c[i % 2]);
+          for (uint k = 0; k < 8; k++) sum += a[row * 8 + k] * b[k * 8 + column];
+          out[i / 2].d[i % 2] = T(sum);
+        }
+      });
+  d.shim_held[0] = out.d[0], d.shim_held[1] = out.d[1];
+}
+template <class T, class A, class B>
+void simdgroup_multiply(simdgroup_matrix<T, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
+                        uint line = __builtin_LINE()) {
+  simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<T, 8, 8>(T(0)), line);
+}
+}  // namespace metal

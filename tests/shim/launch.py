@@ -1,0 +1,370 @@
+"""Runs a kernel call on this machine's CPU and says what it did, or what is wrong with it.
+
+Knows calls, arrays and reports. A call is either what `mx.fast.metal_kernel` would launch, or a kernel function in
+plain Metal source with its buffers given by number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import re
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from . import compile as compiled
+from .errors import FAULTS, BadLaunch, ShimError, TooManyThreads
+from .source import Parameter, Program, capture, generated_program, parameters
+
+_RUNNING = threading.Lock()
+Size = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a kernel may use. Metal's own limit of 1024 threads shrinks with the registers a kernel needs."""
+
+    threads: int = 512
+    threadgroup_bytes: int = 32 * 1024
+    seconds: int = 60  # of processor time
+    lane_layout: bool = False  # allow thread_elements(); only a test of the shim itself wants it
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call of a kernel that `mx.fast.metal_kernel` made, with the arguments that call takes."""
+
+    kernel: Callable[..., Any]
+    inputs: Sequence[mx.array]
+    output_shapes: Sequence[Sequence[int]]
+    output_dtypes: Sequence[mx.Dtype]
+    grid: Size
+    threadgroup: Size
+    template: Sequence[tuple[str, Any]] = ()
+    init_value: float | None = None
+    ensure_row_contiguous: bool = True  # as given to mx.fast.metal_kernel
+
+    @functools.cached_property
+    def program(self) -> Program:
+        def call(*inputs: mx.array) -> Any:
+            return self.kernel(
+                inputs=list(inputs),
+                template=list(self.template),
+                grid=self.grid,
+                threadgroup=self.threadgroup,
+                output_shapes=[tuple(shape) for shape in self.output_shapes],
+                output_dtypes=list(self.output_dtypes),
+                init_value=self.init_value,
+                verbose=True,
+            )
+
+        return generated_program(capture(call, list(self.inputs)))
+
+    def buffers(self) -> dict[int, Buffer]:
+        """MLX passes each input, then its shape, strides and number of dimensions if the body names them."""
+        given = [parameter for parameter in parameters(self.program) if parameter.buffer is not None]
+        result: dict[int, Buffer] = {}
+        position, inputs = 0, list(self.inputs)
+        for array in inputs:
+            name = given[position].name
+            data, strides = _bytes_of(array, self.ensure_row_contiguous)
+            about = {
+                f"{name}_shape": np.array(array.shape, np.int32),
+                f"{name}_strides": np.array(strides, np.int64),
+                f"{name}_ndim": np.array(array.ndim, np.int32),
+            }
+            result[position] = Buffer(name, data, itemsize=array.itemsize)
+            position += 1
+            while position < len(given) and given[position].name in about:
+                extra = about[given[position].name]
+                result[position] = Buffer(given[position].name, extra.tobytes(), itemsize=extra.itemsize)
+                position += 1
+        for shape, dtype in zip(self.output_shapes, self.output_dtypes, strict=True):
+            result[position] = Output(shape, dtype, self.init_value).buffer(given[position].name)
+            position += 1
+        if position != len(given):
+            raise BadLaunch(f"the source takes {len(given)} buffers, {position} are given")
+        return result
+
+
+@dataclass(frozen=True)
+class Output:
+    """A buffer the kernel writes."""
+
+    shape: Sequence[int]
+    dtype: mx.Dtype
+    init_value: float | None = None
+
+    def buffer(self, name: str) -> Buffer:
+        size = int(np.prod(self.shape, dtype=np.int64))
+        if self.init_value is None:
+            data = b"\xff" * (size * self.dtype.size)  # not a number in every floating type
+        else:
+            data = _bytes_of(mx.full(tuple(self.shape), self.init_value, self.dtype), True)[0]
+        return Buffer(name, data, self.dtype.size, self)
+
+
+@dataclass(frozen=True)
+class PlainLaunch:
+    """A kernel function in Metal source: `instantiation` such as "name<float, 64>", buffers by their number."""
+
+    text: str
+    instantiation: str
+    arguments: Mapping[int, mx.array | Output]
+    grid: Size  # in threads
+    threadgroup: Size
+    function_constants: Mapping[int, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def program(self) -> Program:
+        return Program(self.text, self.instantiation, self.function_constants)
+
+    def buffers(self) -> dict[int, Buffer]:
+        names = {parameter.buffer: parameter.name for parameter in parameters(self.program)}
+        result = {}
+        for number, argument in self.arguments.items():
+            if isinstance(argument, Output):
+                result[number] = argument.buffer(names[number])
+            else:
+                result[number] = Buffer(names[number], _bytes_of(argument, True)[0], argument.itemsize)
+        return result
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Bytes for a kernel; `output` says what they become if the kernel writes them."""
+
+    name: str
+    data: bytes
+    itemsize: int
+    output: Output | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes one buffer was asked for.
+
+    `loaded` and `stored` add up every access of every thread, as the compiler left them: a load it proved redundant
+    is not counted, and lanes that read the same address count each. `distinct_*` count a byte once per launch.
+    `loaded_per_threadgroup` counts a byte once in each threadgroup that loads it, summed over the threadgroups: what
+    must cross from device memory if a threadgroup's caches never forget and are shared with nobody.
+    """
+
+    space: str  # device or constant
+    nbytes: int
+    loaded: int
+    stored: int
+    distinct_loaded: int
+    distinct_stored: int
+    loaded_per_threadgroup: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launch did."""
+
+    kernel: str
+    buffers: Mapping[str, Traffic]
+    threadgroups: int
+    threads: int
+    threadgroup_bytes: int  # of memory declared, each array rounded up to 16
+    threadgroup_loaded: int
+    threadgroup_stored: int
+
+    def total(self, what: str) -> int:
+        """The sum of one field of Traffic over the buffers."""
+        return sum(getattr(traffic, what) for traffic in self.buffers.values())
+
+
+@dataclass(frozen=True)
+class Result:
+    outputs: list[mx.array]
+    report: Report
+
+
+def run(
+    launch: Launch | PlainLaunch, *, limits: Limits | None = None, may_stay_unwritten: Collection[str] = ()
+) -> Result:
+    """Run one call; raises a ShimError that names what is wrong.
+
+    Outputs that are not written everywhere are an error unless named in `may_stay_unwritten` (their unwritten bytes
+    are 0xff) or initialised by init_value.
+    """
+    limits = limits or Limits()
+    name = launch.program.function
+    threads = int(np.prod(launch.threadgroup))
+    if min(*launch.grid, *launch.threadgroup) < 1:
+        raise BadLaunch(f"{name}: grid {launch.grid} and threadgroup {launch.threadgroup} must be positive")
+    if threads > min(limits.threads, 1024):
+        raise TooManyThreads(f"{name}: {threads} threads in a threadgroup, at most {limits.threads}")
+    buffers = launch.buffers()
+    item = compiled.unit(launch.program)
+    compiled.build([item])
+    return _call(launch, item, buffers, limits, may_stay_unwritten)
+
+
+def prepare(launches: Sequence[Launch | PlainLaunch], *, jobs: int | None = None) -> None:
+    """Compile the kernels of many launches ahead, in batches on all cores. `run` then only runs them."""
+    compiled.build([compiled.unit(launch.program) for launch in launches], jobs=jobs)
+
+
+def _bytes_of(array: mx.array, contiguous: bool) -> tuple[bytes, list[int]]:
+    """The bytes a kernel finds, and the strides in elements."""
+    if not contiguous:
+        raise BadLaunch("ensure_row_contiguous=False is not supported: strides of an MLX array cannot be seen")
+    strides, step = [], 1
+    for length in reversed(array.shape):
+        strides.append(step)
+        step *= length
+    plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    return np.ascontiguousarray(np.array(plain)).tobytes(), strides[::-1]
+
+
+def _array(data: bytes, output: Output) -> mx.array:
+    if output.dtype == mx.bfloat16:
+        return mx.array(np.frombuffer(data, np.uint16).reshape(output.shape)).view(mx.bfloat16)
+    kind = np.dtype(str(output.dtype).removeprefix("mlx.core.").replace("bool", "bool_"))
+    return mx.array(np.frombuffer(data, kind).reshape(output.shape))
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        *[(n, ctypes.c_uint32) for n in ("element_bytes", "kind", "initialised", "may_stay_unwritten")],
+        *[
+            (n, ctypes.c_uint64)
+            for n in ("loaded", "stored", "distinct_loaded", "distinct_stored", "loaded_per_threadgroup")
+        ],
+    ]
+
+
+class _Outcome(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("fault", ctypes.c_int),
+        *[(n, ctypes.c_uint32) for n in ("groups", "threads", "threadgroup_bytes")],
+        *[(n, ctypes.c_uint64) for n in ("threadgroup_loaded", "threadgroup_stored")],
+        ("line", ctypes.c_uint32),
+        ("message", ctypes.c_char * 1000),
+    ]
+
+
+@functools.cache
+def _library(path: str) -> ctypes.CDLL:
+    if sys.platform == "linux":  # the linker is not told of the C library's mathematics
+        ctypes.CDLL(ctypes.util.find_library("m"), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(path)
+
+
+def _call(
+    launch: Launch | PlainLaunch,
+    item: compiled.Unit,
+    buffers: Mapping[int, Buffer],
+    limits: Limits,
+    may_stay_unwritten: Collection[str],
+) -> Result:
+    path = compiled.located(item)
+    assert path is not None
+    library = _library(str(path))
+    spaces = {p.buffer: p for p in parameters(launch.program) if p.buffer is not None}
+    table = (_Buffer * (max(spaces) + 1))()
+    data = {number: ctypes.create_string_buffer(buffer.data, max(1, len(buffer.data))) for number, buffer in buffers.items()}
+    for number, parameter in spaces.items():
+        table[number] = _row(parameter, buffers.get(number), data.get(number), may_stay_unwritten)
+    bounds = (ctypes.c_uint32 * 4)(limits.threads, limits.threadgroup_bytes, limits.seconds, limits.lane_layout)
+    outcome = _Outcome()
+    with _RUNNING:
+        library.shim_launch(
+            ctypes.cast(getattr(library, item.entry), ctypes.c_void_p),
+            table,
+            ctypes.c_uint32(len(table)),
+            (ctypes.c_uint32 * 3)(*launch.grid),
+            (ctypes.c_uint32 * 3)(*launch.threadgroup),
+            bounds,
+            ctypes.byref(outcome),
+        )
+    if outcome.fault:
+        raise FAULTS[outcome.fault - 1](_message(launch.program, outcome.message.decode(), outcome.line))
+    outputs = [_array(data[n].raw[: len(b.data)], b.output) for n, b in sorted(buffers.items()) if b.output]
+    traffic = {
+        buffers[number].name: Traffic(
+            parameter.space,
+            len(buffers[number].data),
+            *(getattr(table[number], n) for n in ("loaded", "stored", "distinct_loaded", "distinct_stored")),
+            table[number].loaded_per_threadgroup,
+        )
+        for number, parameter in spaces.items()
+        if number in buffers
+    }
+    report = Report(
+        launch.program.function,
+        traffic,
+        *(getattr(outcome, n) for n in ("groups", "threads", "threadgroup_bytes")),
+        outcome.threadgroup_loaded,
+        outcome.threadgroup_stored,
+    )
+    return Result(outputs, report)
+
+
+def _row(parameter: Parameter, buffer: Buffer | None, data: Any, may_stay_unwritten: Collection[str]) -> _Buffer:
+    if buffer is None:
+        if parameter.needs is None:
+            raise BadLaunch(f"no buffer is given for parameter {parameter.name!r}")
+        return _Buffer(f"{parameter.name} (not given)".encode(), None, 0, 1, 0, 0, 0)
+    kind = 2 if buffer.output else 1 if parameter.space == "constant" else 0
+    initialised = buffer.output is None or buffer.output.init_value is not None
+    return _Buffer(
+        buffer.name.encode(),
+        ctypes.cast(data, ctypes.c_void_p),
+        len(buffer.data),
+        buffer.itemsize,
+        kind,
+        initialised,
+        buffer.name in may_stay_unwritten,
+    )
+
+
+def _message(program: Program, text: str, line: int) -> str:
+    lines = program.text.splitlines()
+    if not 0 < line <= len(lines):
+        return f"{program.function}: {text}"
+    shown = re.sub(r"\s+", " ", lines[line - 1].strip())
+    return f"{program.function}: {text}\n  line {line}: {shown}"
+
+
+class Stand:
+    """Stands in for a kernel: called as `mx.fast.metal_kernel`'s result is, it runs here and keeps its reports."""
+
+    def __init__(self, kernel: Callable[..., Any], limits: Limits | None = None, may_stay_unwritten: Collection[str] = ()):
+        self.kernel, self.limits, self.may_stay_unwritten = kernel, limits, may_stay_unwritten
+        self.reports: list[Report] = []
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: Size,
+        threadgroup: Size,
+        template: Sequence[tuple[str, Any]] | None = None,
+        init_value: float | None = None,
+        **_ignored: Any,
+    ) -> list[mx.array]:
+        launch = Launch(
+            self.kernel, inputs, output_shapes, output_dtypes, grid, threadgroup, tuple(template or ()), init_value
+        )
+        try:
+            result = run(launch, limits=self.limits, may_stay_unwritten=self.may_stay_unwritten)
+        except ShimError:
+            raise
+        self.reports.append(result.report)
+        return result.outputs

@@ -1,0 +1,192 @@
+// Checks and counts every access. The compiler's thread sanitizer pass puts a call before each load and store that
+// may leave the thread; these are the functions it calls, in place of the sanitizer's own.
+// A load that the optimiser proved redundant or unused is not there any more, and is neither counted nor checked.
+#include "state.h"
+#include <stdio.h>
+#include <string.h>
+
+int describe_slot(char* text, size_t size, const Slot& slot, u64 address, u32 bytes) {
+  static const char* kinds[] = {"device input", "constant input", "device output", "threadgroup array"};
+  const long long index = (long long)(address - slot.begin) >= 0
+      ? (long long)((address - slot.begin) / slot.element_bytes)
+      : -(long long)((slot.begin - address + slot.element_bytes - 1) / slot.element_bytes);
+  return snprintf(text, size, "%u bytes at index %lld of %s '%s' (%llu elements of %u bytes)", bytes, index,
+                  kinds[slot.kind], slot.name ? slot.name : "?", (unsigned long long)(slot.bytes / slot.element_bytes),
+                  slot.element_bytes);
+}
+
+[[noreturn]] static void refuse(Fault fault, const Slot& slot, u64 address, u32 bytes, const char* format, u32 other = 0) {
+  char where[300], text[200];
+  describe_slot(where, sizeof where, slot, address, bytes);
+  snprintf(text, sizeof text, format, other);
+  fail(fault, 0, "%s: %s", text, where);
+}
+
+namespace {
+struct Access { u32 simdgroup, epoch, simd_epoch; u16 thread; };
+
+// Is the earlier access, by `thread` of this threadgroup, ordered before the current one?
+inline bool ordered(const Access& now, u16 thread, u32 epoch, u32 simd_epoch) {
+  return thread == now.thread || epoch != now.epoch || (thread / kLanes == now.simdgroup && simd_epoch != now.simd_epoch);
+}
+
+void store(Slot& slot, u64 address, u32 bytes, const Access& now, bool atomic) {
+  Cell* cell = slot.cells + (address - slot.begin);
+  const bool shared = slot.kind == kThreadgroup;
+  for (u32 i = 0; i < bytes; i++, cell++) {
+    if (cell->write_group == launch.serial) {
+      if (!ordered(now, cell->write_thread, cell->write_epoch, cell->write_simd_epoch) && !(atomic && cell->written_atomically))
+        refuse(kRace, slot, address, bytes, "data race: store after a store by thread %u with no barrier between", cell->write_thread);
+    } else if (!shared && cell->write_group && !(atomic && cell->written_atomically)) {
+      refuse(kRace, slot, address, bytes, "data race: store after a store by another threadgroup");
+    } else if (!shared && !cell->write_group && slot.buffer) {
+      slot.buffer->distinct_stored++;
+    }
+    if (cell->read_group == launch.serial) {
+      const bool many = cell->read_epoch == now.epoch && (cell->read_simdgroup == kMany ||
+          (cell->read_thread == kMany && (cell->read_simdgroup != now.simdgroup || cell->read_simd_epoch == now.simd_epoch)));
+      const bool one = cell->read_simdgroup != kMany && cell->read_thread != kMany &&
+          !ordered(now, cell->read_thread, cell->read_epoch, cell->read_simd_epoch);
+      // A reader stands for its whole simdgroup once it is not the thread itself.
+      if ((many || one) && !(atomic && cell->read_atomically))
+        refuse(kRace, slot, address, bytes, "data race: store after a load by thread %u with no barrier between",
+               cell->read_thread == kMany ? cell->read_simdgroup * kLanes : cell->read_thread);
+    } else if (!shared && cell->read_group && !(atomic && cell->read_atomically)) {
+      refuse(kRace, slot, address, bytes, "data race: store after a load by another threadgroup");
+    }
+    cell->write_group = launch.serial, cell->write_thread = now.thread;
+    cell->write_epoch = now.epoch, cell->write_simd_epoch = now.simd_epoch, cell->written_atomically = atomic;
+  }
+}
+
+void load(Slot& slot, u64 address, u32 bytes, const Access& now, bool atomic) {
+  Cell* cell = slot.cells + (address - slot.begin);
+  const bool shared = slot.kind == kThreadgroup;
+  for (u32 i = 0; i < bytes; i++, cell++) {
+    if (cell->write_group == launch.serial) {
+      if (!ordered(now, cell->write_thread, cell->write_epoch, cell->write_simd_epoch) && !(atomic && cell->written_atomically))
+        refuse(kRace, slot, address, bytes, "data race: load after a store by thread %u with no barrier between", cell->write_thread);
+    } else if (!shared && cell->write_group) {
+      if (!(atomic && cell->written_atomically))
+        refuse(kRace, slot, address, bytes, "data race: load after a store by another threadgroup");
+    } else if (!slot.initialised) {
+      refuse(kUninitialised, slot, address, bytes, "load of memory that nobody has written");
+    }
+    if (cell->read_group != launch.serial) {
+      const bool others = !shared && cell->read_group;
+      cell->read_group = others ? kManyGroups : launch.serial;
+      cell->read_epoch = now.epoch, cell->read_simdgroup = now.simdgroup, cell->read_simd_epoch = now.simd_epoch;
+      cell->read_thread = now.thread, cell->read_atomically = atomic;
+      continue;
+    }
+    cell->read_atomically &= u8(atomic);
+    if (cell->read_epoch != now.epoch) {
+      cell->read_epoch = now.epoch, cell->read_simdgroup = now.simdgroup;
+      cell->read_simd_epoch = now.simd_epoch, cell->read_thread = now.thread, cell->read_atomically = atomic;
+    } else if (cell->read_simdgroup != now.simdgroup) {
+      cell->read_simdgroup = kMany;
+    } else if (cell->read_simd_epoch != now.simd_epoch) {
+      cell->read_simd_epoch = now.simd_epoch, cell->read_thread = now.thread;
+    } else if (cell->read_thread != now.thread) {
+      cell->read_thread = kMany;
+    }
+  }
+}
+
+void count_loaded(Slot& slot, u64 address, u32 bytes) {
+  if (!slot.buffer) {
+    launch.outcome->threadgroup_loaded += bytes;
+    return;
+  }
+  slot.buffer->loaded += bytes;
+  u32* stamp = slot.loaded_by + (address - slot.begin);
+  u32 in_group = 0, ever = 0;
+  for (u32 i = 0; i < bytes; i++) {
+    in_group += stamp[i] != launch.serial;
+    ever += stamp[i] == 0;
+    stamp[i] = launch.serial;
+  }
+  slot.buffer->loaded_per_threadgroup += in_group;
+  slot.buffer->distinct_loaded += ever;
+}
+
+// Not in a slot: the thread's own stack, or constants of the kernel's file.
+void thread_memory(u64 address, u32 bytes) {
+  const u64 low = (u64)fibres[0].stack, high = low + (kStackBytes + kPage) * kMaxThreads;
+  const u64 own = (u64)current->stack;
+  if (address < (u64(1) << 16))
+    fail(kWildPointer, 0, "access of %u bytes through a null pointer (address %llu)", bytes, (unsigned long long)address);
+  if (address >= low && address < high && (address < own || address >= own + kStackBytes))
+    fail(kWildPointer, 0, "access of %u bytes in another thread's private memory", bytes);
+}
+}  // namespace
+
+extern "C" void shim_access(const void* pointer, u32 bytes, u32 alignment, u32 write, u32 atomic) {
+  const u64 address = (u64)pointer, offset = address - reserve;
+  if (offset >= kSlotBytes * kSlots) return thread_memory(address, bytes);
+  Slot& slot = slots[offset >> kSlotShift];
+  const u64 at = address - slot.begin;
+  if (at >= slot.bytes || bytes > slot.bytes - at)
+    refuse(kOutOfBounds, slot, address, bytes, write ? "store out of bounds" : "load out of bounds");
+  if (address & (alignment - 1))
+    refuse(kMisaligned, slot, address, bytes, write ? "misaligned store, not a multiple of %u bytes" : "misaligned load, not a multiple of %u bytes", alignment);
+  if (slot.kind < kOutput) {
+    if (write) refuse(kReadOnly, slot, address, bytes, "store to an input");
+    return count_loaded(slot, address, bytes);
+  }
+  const u32 memory = slot.kind == kThreadgroup ? kThreadgroupMemory : kDeviceMemory;
+  const Access now = {current->simdgroup, launch.epoch[memory], simdgroups[current->simdgroup].epoch[memory], current->index};
+  if (!write || (atomic && write == 1)) {  // 2: stored without looking
+    load(slot, address, bytes, now, atomic);
+    count_loaded(slot, address, bytes);
+  }
+  if (write) {
+    store(slot, address, bytes, now, atomic);
+    (slot.buffer ? slot.buffer->stored : launch.outcome->threadgroup_stored) += bytes;
+  }
+}
+
+// The names the sanitizer pass calls. "unaligned" means that the type promises less than its size.
+#define HOOKS(N)                                                                                        \
+  extern "C" void __tsan_read##N(const void* p) { shim_access(p, N, N, 0, 0); }                         \
+  extern "C" void __tsan_write##N(const void* p) { shim_access(p, N, N, 1, 0); }                        \
+  extern "C" void __tsan_unaligned_read##N(const void* p) { shim_access(p, N, 1, 0, 0); }               \
+  extern "C" void __tsan_unaligned_write##N(const void* p) { shim_access(p, N, 1, 1, 0); }              \
+  extern "C" void __tsan_read_write##N(const void* p) { shim_access(p, N, N, 0, 0), shim_access(p, N, N, 1, 0); } \
+  extern "C" void __tsan_unaligned_read_write##N(const void* p) { shim_access(p, N, 1, 0, 0), shim_access(p, N, 1, 1, 0); }
+HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
+
+extern "C" void __tsan_init() {}
+extern "C" void __tsan_func_entry(void*) {}
+extern "C" void __tsan_func_exit() {}
+extern "C" void __tsan_read_range(const void* p, u64 n) { shim_access(p, u32(n), 1, 0, 0); }
+extern "C" void __tsan_write_range(const void* p, u64 n) { shim_access(p, u32(n), 1, 1, 0); }
+extern "C" void* __tsan_memcpy(void* to, const void* from, u64 n) {
+  shim_access(from, u32(n), 1, 0, 0), shim_access(to, u32(n), 1, 1, 0);
+  return memcpy(to, from, n);
+}
+extern "C" void* __tsan_memmove(void* to, const void* from, u64 n) {
+  shim_access(from, u32(n), 1, 0, 0), shim_access(to, u32(n), 1, 1, 0);
+  return memmove(to, from, n);
+}
+extern "C" void* __tsan_memset(void* to, int value, u64 n) {
+  shim_access(to, u32(n), 1, 1, 0);
+  return memset(to, value, n);
+}
+
+// Undefined behaviour that the compiler checks by itself; the layouts are those of its ubsan runtime interface.
+struct SourceLocation { const char* file; u32 line, column; };
+struct TypeDescriptor { u16 kind, info; char name[1]; };
+struct BoundsData { SourceLocation at; TypeDescriptor *array, *index; };
+struct ArithmeticData { SourceLocation at; TypeDescriptor* type; };
+extern "C" void __ubsan_handle_out_of_bounds_abort(BoundsData* d, u64 index) {
+  fail(kOutOfBounds, d->at.line, "index %lld out of bounds for an array of type %s", (long long)index, d->array->name);
+}
+extern "C" void __ubsan_handle_shift_out_of_bounds_abort(ArithmeticData* d, u64, u64 by) {
+  fail(kUndefined, d->at.line, "shift of a %s by %lld bits", d->type->name, (long long)by);
+}
+extern "C" void __ubsan_handle_divrem_overflow_abort(ArithmeticData* d, u64, u64) {
+  fail(kUndefined, d->at.line, "integer division by zero or overflow in %s", d->type->name);
+}
+extern "C" void __ubsan_handle_builtin_unreachable(SourceLocation* at) { fail(kUndefined, at->line, "unreachable code reached"); }
+extern "C" void __ubsan_handle_missing_return(SourceLocation* at) { fail(kUndefined, at->line, "function ends without a value"); }
