@@ -29,7 +29,8 @@ _COMMON += ["-fno-stack-protector", "-U_FORTIFY_SOURCE", "-ferror-limit=5", "-Wn
 # Redundant loads in straight-line code may merge, as on a GPU; nothing is vectorised, so an access keeps the width
 # the source gives it.
 _KERNEL = ["-O1", "-fno-vectorize", "-fno-slp-vectorize", "-fno-threadsafe-statics"]
-_CHECKS = ["thread", "array-bounds", "shift-exponent", "integer-divide-by-zero", "unreachable", "return"]
+_CHECKS = ["thread", "array-bounds", "alignment", "null", "shift-exponent", "integer-divide-by-zero", "unreachable"]
+_CHECKS += ["return"]
 _PASSES = ["-tsan-instrument-func-entry-exit=0", "-tsan-instrument-read-before-write=1"]
 _BATCH = 6  # kernels in one translation unit: more share the headers, fewer spread over the cores
 
@@ -103,13 +104,13 @@ def _entry(item: Unit) -> str:
     return f'extern "C" void {item.entry}(void* const* b) {{ {item.program.instantiation}({", ".join(arguments)}); }}'
 
 
-def _text(units: Sequence[Unit], *, run: bool) -> str:
+def _text(units: Sequence[Unit]) -> str:
     parts = ["#include <shim_mlx.h>"]
     for number, item in enumerate(units):
         parts += [
             f"namespace program_{number} {{",
             f'#line 1 "{item.program.function}"',
-            translate(item.program, run=run),
+            translate(item.program),
             '#line 1 "entry"',
             _entry(item),
             "}",
@@ -154,16 +155,15 @@ def _link(objects: list[str], output: Path) -> str | None:
 def _build(units: Sequence[Unit]) -> None:
     """One translation unit, twice: with address spaces to see that it compiles, without to run."""
     name = folder() / (units[0].key + f"-{len(units)}-{os.getpid()}")
-    checked, source, built = (name.with_suffix(s) for s in (".syntax.cpp", ".cpp", ".o"))
+    source, built, checked = (name.with_suffix(suffix) for suffix in (".cpp", ".o", ".syntax.o"))
     try:
-        source.write_text(_text(units, run=True))
+        source.write_text(_text(units))
         instrument = [flag for check in _CHECKS for flag in ("-Xclang", f"-fsanitize={check}")]
         instrument += [flag for option in _PASSES for flag in ("-mllvm", option)]
         message = _compile(source, built, [*_KERNEL, *instrument, *machine_flags()])
         error: type[CompileError] = CompileError
         if message is None:
-            checked.write_text(_text(units, run=False))
-            message = _compile(checked, name.with_suffix(".syntax.o"), ["-O0", "-DSHIM_SYNTAX"])
+            message = _compile(source, checked, ["-O0", "-DSHIM_SYNTAX"])
             error = AddressSpaceError
         if message is not None:
             if len(units) > 1:  # one by one, so that the good ones are built and the bad one is named
@@ -178,7 +178,7 @@ def _build(units: Sequence[Unit]) -> None:
             (folder() / f"{item.key}.{os.getpid()}").write_text(shared.name)
             (folder() / f"{item.key}.{os.getpid()}").replace(folder() / f"{item.key}.where")
     finally:
-        for file in (checked, source, built, name.with_suffix(".syntax.o")):
+        for file in (source, built, checked):
             file.unlink(missing_ok=True)
 
 

@@ -235,7 +235,7 @@ def _array(data: bytes, output: Output) -> mx.array:
 
 
 class _Buffer(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("name", ctypes.c_char_p),
         ("data", ctypes.c_void_p),
         ("bytes", ctypes.c_uint64),
@@ -248,7 +248,7 @@ class _Buffer(ctypes.Structure):
 
 
 class _Outcome(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("fault", ctypes.c_int),
         *[(n, ctypes.c_uint32) for n in ("groups", "threads", "threadgroup_bytes")],
         *[(n, ctypes.c_uint64) for n in ("threadgroup_loaded", "threadgroup_stored")],

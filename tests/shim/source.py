@@ -189,7 +189,7 @@ def _parameter(text: str) -> Parameter:
     return Parameter(matched[2], matched[1].strip(), buffer, attribute, needs)
 
 
-def translate(program: Program, *, run: bool) -> str:
+def translate(program: Program) -> str:
     """The C++ reading of the source. What C++ has no words for is put into other words, and nothing else:
 
     arrays in threadgroup memory, function constants, vector constructors, MLX's explicit instantiation.
@@ -198,7 +198,7 @@ def translate(program: Program, *, run: bool) -> str:
         r"^template \[\[host_name\(.*?\)\]\] \[\[kernel\]\] decltype.*?;\s*?$", "", program.text, flags=re.M
     )
     text = _function_constants(text, program.function_constants)
-    text = _threadgroup_arrays(text, run)
+    text = _threadgroup_arrays(text)
     return _vector_constructors(text)
 
 
@@ -219,7 +219,7 @@ def _function_constants(text: str, values: Mapping[int, object]) -> str:
     return _edit(text, edits)
 
 
-def _threadgroup_arrays(text: str, run: bool) -> str:
+def _threadgroup_arrays(text: str) -> str:
     """`threadgroup T a[N];` in a function: shared by the threads of a group, with bounds of its own."""
     masked, edits, count = blank(text), [], 0
     for match in re.finditer(r"\bthreadgroup\s+(?=[A-Za-z_])", masked):
@@ -239,10 +239,7 @@ def _threadgroup_arrays(text: str, run: bool) -> str:
             continue  # a pointer, a reference, a parameter
         new = []
         for name_of, extent in declared:
-            if run:
-                new.append(f'auto& {name_of} = shim::threadgroup_array<{kind}{extent}>({count}, "{name_of}")')
-            else:
-                new.append(f"static threadgroup {kind} {name_of}{extent}")
+            new.append(f'auto& {name_of} = shim::threadgroup_array<threadgroup {kind}{extent}>({count}, "{name_of}")')
             count += 1
         edits.append((match.start(), end, "; ".join(new)))
     return _edit(text, edits)

@@ -2,7 +2,7 @@
 // active lanes only, but a kernel here that means that is far rarer than one that is wrong.
 #pragma once
 
-extern "C" void shim_simd(const void* in, void* out, uint bytes, const char* operation, uint line,
+extern "C" void shim_simd(const void* in, uint in_bytes, void* out, uint out_bytes, const char* operation, uint line,
                           void (*combine)(const void*, void*, uint));
 extern "C" void shim_simdgroup_barrier(uint flags, uint line);
 extern "C" void shim_threadgroup_barrier(uint flags, uint line);
@@ -14,11 +14,9 @@ extern "C" shim_position shim_attribute(uint id);
 namespace shim {
 template <class A> struct innermost { using type = A; };
 template <class A, size_t N> struct innermost<A[N]> : innermost<A> {};
-#ifndef SHIM_SYNTAX
-template <class A> inline A& threadgroup_array(uint id, const char* name) {
+template <class A> inline A& threadgroup_array(uint id, const char* name) SHIM_BODY(
   return *static_cast<A*>(shim_threadgroup(id, name, sizeof(A), sizeof(typename innermost<A>::type)));
-}
-#endif
+)
 // What the entry point passes for each parameter of the kernel.
 struct pointer { void* at; template <class T> operator T*() const SHIM_BODY(return static_cast<T*>(at);) };
 struct reference { void* at; template <class T> operator T&() const SHIM_BODY(return *static_cast<T*>(at);) };
@@ -38,7 +36,8 @@ template <class T> constexpr bool reducible = exchangeable<T> && sizeof(element<
 // combine(in, out, lanes) once for the simdgroup; In and Out are what a lane gives and gets.
 template <class Out, class In, class F> inline Out exchange(const In& in, const char* operation, uint line, F) {
   Out out;
-  shim_simd(&in, &out, sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out), operation, line,
+  static_assert(sizeof(In) <= 64 && sizeof(Out) <= 64, "too large to exchange between lanes");
+  shim_simd(&in, sizeof(In), &out, sizeof(Out), operation, line,
             [](const void* i, void* o, uint lanes) SHIM_PLAIN {
               F()(static_cast<const In*>(i), static_cast<Out*>(o), lanes);
             });

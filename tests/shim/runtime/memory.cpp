@@ -178,9 +178,19 @@ extern "C" void* __tsan_memset(void* to, int value, u64 n) {
 struct SourceLocation { const char* file; u32 line, column; };
 struct TypeDescriptor { u16 kind, info; char name[1]; };
 struct BoundsData { SourceLocation at; TypeDescriptor *array, *index; };
+struct PointerData { SourceLocation at; TypeDescriptor* type; u8 log_alignment, kind; };
 struct ArithmeticData { SourceLocation at; TypeDescriptor* type; };
 extern "C" void __ubsan_handle_out_of_bounds_abort(BoundsData* d, u64 index) {
   fail(kOutOfBounds, d->at.line, "index %lld out of bounds for an array of type %s", (long long)index, d->array->name);
+}
+// The type's alignment, also where the optimiser narrows a vector load to the one element that is used.
+extern "C" void __ubsan_handle_type_mismatch_v1_abort(PointerData* d, u64 address) {
+  const u32 alignment = u32(1) << d->log_alignment;
+  if (address < (u64(1) << 16)) fail(kWildPointer, d->at.line, "access through a null pointer, type %s", d->type->name);
+  const u64 offset = address - reserve;
+  char where[300] = "private memory";
+  if (offset < kSlotBytes * kSlots) describe_slot(where, sizeof where, slots[offset >> kSlotShift], address, alignment);
+  fail(kMisaligned, d->at.line, "misaligned %s, not a multiple of %u bytes: %s", d->type->name, alignment, where);
 }
 extern "C" void __ubsan_handle_shift_out_of_bounds_abort(ArithmeticData* d, u64, u64 by) {
   fail(kUndefined, d->at.line, "shift of a %s by %lld bits", d->type->name, (long long)by);

@@ -68,7 +68,7 @@ struct Fibre {
 };
 struct Simdgroup {
   u32 ready;  // bit per lane that can run
-  u32 lanes, arrived, line, bytes;
+  u32 lanes, arrived, line;
   u32 epoch[4];  // simdgroup barriers passed, by the memory they order
   const char* operation;
   alignas(16) u8 in[2][kLanes * kMaxValue];

@@ -94,17 +94,17 @@ static void thread_main() {
 
 // A value from every lane, one function over all of them, a value to every lane. Each lane switches once per
 // operation: the last to arrive goes straight on, so the values of two operations can be in flight.
-extern "C" void shim_simd(const void* in, void* result, u32 bytes, const char* operation, u32 line,
+extern "C" void shim_simd(const void* in, u32 in_bytes, void* result, u32 result_bytes, const char* operation, u32 line,
                           void (*combine)(const void*, void*, u32)) {
   Simdgroup& simdgroup = simdgroups[current->simdgroup];
   const u32 side = current->simd_operations++ & 1, lane = current->lane;
   if (simdgroup.arrived == 0) {
-    simdgroup.operation = operation, simdgroup.line = line, simdgroup.bytes = bytes;
+    simdgroup.operation = operation, simdgroup.line = line;
   } else if (simdgroup.line != line || strcmp(simdgroup.operation, operation)) {
     fail(kSimdDivergence, line, "%s at line %u, while other lanes of the simdgroup are at %s, line %u", operation, line,
          simdgroup.operation, simdgroup.line);
   }
-  if (bytes) memcpy(simdgroup.in[side] + lane * bytes, in, bytes);
+  if (in_bytes) memcpy(simdgroup.in[side] + lane * in_bytes, in, in_bytes);
   if (++simdgroup.arrived == simdgroup.lanes) {
     combine(simdgroup.in[side], simdgroup.out[side], simdgroup.lanes);
     simdgroup.arrived = 0;
@@ -116,7 +116,7 @@ extern "C" void shim_simd(const void* in, void* result, u32 bytes, const char* o
     simdgroup.ready &= ~(u32(1) << lane);
     yield();
   }
-  if (bytes) memcpy(result, simdgroup.out[side] + lane * bytes, bytes);
+  if (result_bytes) memcpy(result, simdgroup.out[side] + lane * result_bytes, result_bytes);
 }
 
 static void nothing(const void*, void*, u32) {}
@@ -125,7 +125,7 @@ extern "C" void shim_simdgroup_barrier(u32 flags, u32 line) {
   const bool last = simdgroup.arrived + 1 == simdgroup.lanes;
   if (last)
     for (const u32 memory : kMemories) simdgroup.epoch[memory] += (flags & memory) != 0;
-  shim_simd(nullptr, nullptr, 0, "simdgroup_barrier", line, nothing);
+  shim_simd(nullptr, 0, nullptr, 0, "simdgroup_barrier", line, nothing);
 }
 
 extern "C" void shim_threadgroup_barrier(u32 flags, u32 line) {
@@ -205,7 +205,7 @@ extern "C" void* shim_threadgroup(u32 id, const char* name, u64 bytes, u32 eleme
   Slot& slot = slots[kDeviceSlots + id];
   if (!slot.cells) {
     const u64 begin = reserve + (kDeviceSlots + id) * kSlotBytes + kMiddle;
-    if (bytes > (1 << 20)) fail(kTooMuchMemory, 0, "threadgroup array '%s' has %llu bytes", name, (unsigned long long)bytes);
+    if (bytes > (u64(1) << 20)) fail(kTooMuchMemory, 0, "threadgroup array '%s' has %llu bytes", name, (unsigned long long)bytes);
     mmap((void*)begin, (bytes + kPage - 1) / kPage * kPage, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANON, -1, 0);
     slot = {begin, bytes, name, element_bytes, kThreadgroup, 0, (Cell*)calloc(bytes, sizeof(Cell)), nullptr, nullptr};
     launch.outcome->threadgroup_bytes += u32((bytes + 15) / 16 * 16);
