@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import shim
-from shim import Launch, Limits, PlainLaunch, Stand, prepare, run
+from shim import Launch, Limits, PlainLaunch, StandIn, prepare, run
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 HEAD = "uint t = thread_index_in_threadgroup; "
@@ -270,7 +270,7 @@ def test_attributes() -> None:
         ok = ok && threads_per_simdgroup == 32 && all(threadgroups_per_grid == uint3(3, 2, 1));
         out[i] = ok ? int(s.x * s.y * s.z) : -1;
     """)  # fmt: skip
-    (out,) = Stand(kernel)(
+    (out,) = StandIn(kernel)(
         inputs=[mx.zeros((1,))], output_shapes=[(2, 7, 20)], output_dtypes=[mx.int32], grid=(20, 7, 2),
         threadgroup=(8, 4, 2),
     )  # fmt: skip
@@ -290,7 +290,7 @@ def test_what_mlx_injects() -> None:
         """)  # fmt: skip
     a = mx.arange(24).astype(mx.float32).reshape(4, 6)
     for kind in (mx.float32, mx.float16, mx.bfloat16):
-        out, info = Stand(kernel)(
+        out, info = StandIn(kernel)(
             inputs=[a.T, mx.array(0.5), mx.array([False, False, True])], output_shapes=[(24,), (4,)],
             output_dtypes=[kind, mx.int32], grid=(24, 1, 1), threadgroup=(24, 1, 1), template=[("T", kind), ("OFFSET", 3)],
         )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from shim import Limits, Output, PlainLaunch, Result, Stand, prepare, run
+from shim import Limits, Output, PlainLaunch, Result, StandIn, prepare, run
 from shim.source import flatten
 
 INCLUDE = Path(mx.__file__).parent / "include"
@@ -158,7 +158,7 @@ def test_limits_are_those_of_mlx() -> None:
         out[6] = Limits<T>::finite_min; out[7] = TheirLimits<T>::finite_min;
         """)  # fmt: skip
     for kind in (mx.float32, mx.float16, mx.bfloat16, mx.int8, mx.uint16, mx.int32):
-        (out,) = Stand(kernel)(
+        (out,) = StandIn(kernel)(
             inputs=[mx.zeros((1,))], output_shapes=[(8,)], output_dtypes=[kind], grid=(1, 1, 1), threadgroup=(1, 1, 1),
             template=[("T", kind)],
         )  # fmt: skip

@@ -29,7 +29,7 @@ from .errors import (
     Unwritten,
     WildPointer,
 )
-from .launch import Launch, Limits, Output, PlainLaunch, Report, Result, Stand, Traffic, prepare, run
+from .launch import Launch, Limits, Output, PlainLaunch, Report, Result, StandIn, Traffic, prepare, run
 
 __all__ = [
     "AddressSpaceError",
@@ -48,7 +48,7 @@ __all__ = [
     "Report",
     "Result",
     "ShimError",
-    "Stand",
+    "StandIn",
     "StoreToInput",
     "TooLong",
     "TooManyThreads",

@@ -24,11 +24,15 @@ from .errors import AddressSpaceError, CompileError
 from .source import Program, parameters, translate
 
 _HERE = Path(__file__).parent
-_COMMON = ["-std=c++20", "-w", "-fPIC", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all"]
+_COMMON = ["-std=c++20", "-Wno-everything", "-fPIC", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all"]
 _COMMON += ["-fno-stack-protector", "-U_FORTIFY_SOURCE", "-ferror-limit=5", "-Wno-reserved-user-defined-literal"]
 # Redundant loads in straight-line code may merge, as on a GPU; nothing is vectorised, so an access keeps the width
 # the source gives it.
-_KERNEL = ["-O1", "-fno-vectorize", "-fno-slp-vectorize", "-fno-threadsafe-statics"]
+_KERNEL = ["-O1", "-fno-vectorize", "-fno-slp-vectorize", "-fno-threadsafe-statics", "-gline-tables-only", "-gdwarf-4"]
+# Private variables nobody has set are refused where the compiler sees it and not a number where it does not; half
+# rounds after each operation.
+_KERNEL += ["-Werror=uninitialized", "-Werror=sometimes-uninitialized", "-Werror=return-type"]
+_KERNEL += ["-ftrivial-auto-var-init=pattern", "-Xclang", "-ffloat16-excess-precision=none"]
 _CHECKS = ["thread", "array-bounds", "alignment", "null", "shift-exponent", "integer-divide-by-zero", "unreachable"]
 _CHECKS += ["return"]
 _PASSES = ["-tsan-instrument-func-entry-exit=0", "-tsan-instrument-read-before-write=1"]

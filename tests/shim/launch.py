@@ -20,7 +20,8 @@ import mlx.core as mx
 import numpy as np
 
 from . import compile as compiled
-from .errors import FAULTS, BadLaunch, ShimError, TooManyThreads
+from .errors import FAULTS, BadLaunch, TooManyThreads
+from .lines import line_of
 from .source import Parameter, Program, capture, generated_program, parameters
 
 _RUNNING = threading.Lock()
@@ -253,6 +254,7 @@ class _Outcome(ctypes.Structure):
         *[(n, ctypes.c_uint32) for n in ("groups", "threads", "threadgroup_bytes")],
         *[(n, ctypes.c_uint64) for n in ("threadgroup_loaded", "threadgroup_stored")],
         ("line", ctypes.c_uint32),
+        ("site", ctypes.c_uint64),
         ("message", ctypes.c_char * 1000),
     ]
 
@@ -292,7 +294,8 @@ def _call(
             ctypes.byref(outcome),
         )
     if outcome.fault:
-        raise FAULTS[outcome.fault - 1](_message(launch.program, outcome.message.decode(), outcome.line))
+        line = outcome.line or line_of(path, outcome.site, launch.program.function) or 0
+        raise FAULTS[outcome.fault - 1](_message(launch.program, outcome.message.decode(), line))
     outputs = [_array(data[n].raw[: len(b.data)], b.output) for n, b in sorted(buffers.items()) if b.output]
     traffic = {
         buffers[number].name: Traffic(
@@ -340,7 +343,7 @@ def _message(program: Program, text: str, line: int) -> str:
     return f"{program.function}: {text}\n  line {line}: {shown}"
 
 
-class Stand:
+class StandIn:
     """Stands in for a kernel: called as `mx.fast.metal_kernel`'s result is, it runs here and keeps its reports."""
 
     def __init__(self, kernel: Callable[..., Any], limits: Limits | None = None, may_stay_unwritten: Collection[str] = ()):
@@ -362,9 +365,6 @@ class Stand:
         launch = Launch(
             self.kernel, inputs, output_shapes, output_dtypes, grid, threadgroup, tuple(template or ()), init_value
         )
-        try:
-            result = run(launch, limits=self.limits, may_stay_unwritten=self.may_stay_unwritten)
-        except ShimError:
-            raise
+        result = run(launch, limits=self.limits, may_stay_unwritten=self.may_stay_unwritten)
         self.reports.append(result.report)
         return result.outputs

@@ -15,10 +15,12 @@ int describe_slot(char* text, size_t size, const Slot& slot, u64 address, u32 by
                   slot.element_bytes);
 }
 
+static u64 site;  // return address of the latest access
 [[noreturn]] static void refuse(Fault fault, const Slot& slot, u64 address, u32 bytes, const char* format, u32 other = 0) {
   char where[300], text[200];
   describe_slot(where, sizeof where, slot, address, bytes);
   snprintf(text, sizeof text, format, other);
+  failed_at = site;
   fail(fault, 0, "%s: %s", text, where);
 }
 
@@ -114,14 +116,17 @@ void count_loaded(Slot& slot, u64 address, u32 bytes) {
 void thread_memory(u64 address, u32 bytes) {
   const u64 low = (u64)fibres[0].stack, high = low + (kStackBytes + kPage) * kMaxThreads;
   const u64 own = (u64)current->stack;
+  failed_at = site;
   if (address < (u64(1) << 16))
     fail(kWildPointer, 0, "access of %u bytes through a null pointer (address %llu)", bytes, (unsigned long long)address);
   if (address >= low && address < high && (address < own || address >= own + kStackBytes))
     fail(kWildPointer, 0, "access of %u bytes in another thread's private memory", bytes);
+  failed_at = 0;
 }
 }  // namespace
 
-extern "C" void shim_access(const void* pointer, u32 bytes, u32 alignment, u32 write, u32 atomic) {
+static void access(const void* pointer, u32 bytes, u32 alignment, u32 write, u32 atomic, void* from) {
+  site = (u64)from;
   const u64 address = (u64)pointer, offset = address - reserve;
   if (offset >= kSlotBytes * kSlots) return thread_memory(address, bytes);
   Slot& slot = slots[offset >> kSlotShift];
@@ -146,31 +151,35 @@ extern "C" void shim_access(const void* pointer, u32 bytes, u32 alignment, u32 w
   }
 }
 
+extern "C" void shim_access(const void* pointer, u32 bytes, u32 alignment, u32 write, u32 atomic) {
+  access(pointer, bytes, alignment, write, atomic, __builtin_return_address(0));
+}
+
 // The names the sanitizer pass calls. "unaligned" means that the type promises less than its size.
-#define HOOKS(N)                                                                                        \
-  extern "C" void __tsan_read##N(const void* p) { shim_access(p, N, N, 0, 0); }                         \
-  extern "C" void __tsan_write##N(const void* p) { shim_access(p, N, N, 1, 0); }                        \
-  extern "C" void __tsan_unaligned_read##N(const void* p) { shim_access(p, N, 1, 0, 0); }               \
-  extern "C" void __tsan_unaligned_write##N(const void* p) { shim_access(p, N, 1, 1, 0); }              \
-  extern "C" void __tsan_read_write##N(const void* p) { shim_access(p, N, N, 0, 0), shim_access(p, N, N, 1, 0); } \
-  extern "C" void __tsan_unaligned_read_write##N(const void* p) { shim_access(p, N, 1, 0, 0), shim_access(p, N, 1, 1, 0); }
+#define HERE __builtin_return_address(0)
+#define HOOK(name, ...) extern "C" void __tsan_##name(const void* p) { __VA_ARGS__; }
+#define HOOKS(N)                                                                                               \
+  HOOK(read##N, access(p, N, N, 0, 0, HERE)) HOOK(write##N, access(p, N, N, 1, 0, HERE))                       \
+  HOOK(unaligned_read##N, access(p, N, 1, 0, 0, HERE)) HOOK(unaligned_write##N, access(p, N, 1, 1, 0, HERE))   \
+  HOOK(read_write##N, access(p, N, N, 0, 0, HERE), access(p, N, N, 1, 0, HERE))                                \
+  HOOK(unaligned_read_write##N, access(p, N, 1, 0, 0, HERE), access(p, N, 1, 1, 0, HERE))
 HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
 
 extern "C" void __tsan_init() {}
 extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}
-extern "C" void __tsan_read_range(const void* p, u64 n) { shim_access(p, u32(n), 1, 0, 0); }
-extern "C" void __tsan_write_range(const void* p, u64 n) { shim_access(p, u32(n), 1, 1, 0); }
+extern "C" void __tsan_read_range(const void* p, u64 n) { access(p, u32(n), 1, 0, 0, HERE); }
+extern "C" void __tsan_write_range(const void* p, u64 n) { access(p, u32(n), 1, 1, 0, HERE); }
 extern "C" void* __tsan_memcpy(void* to, const void* from, u64 n) {
-  shim_access(from, u32(n), 1, 0, 0), shim_access(to, u32(n), 1, 1, 0);
+  access(from, u32(n), 1, 0, 0, HERE), access(to, u32(n), 1, 1, 0, HERE);
   return memcpy(to, from, n);
 }
 extern "C" void* __tsan_memmove(void* to, const void* from, u64 n) {
-  shim_access(from, u32(n), 1, 0, 0), shim_access(to, u32(n), 1, 1, 0);
+  access(from, u32(n), 1, 0, 0, HERE), access(to, u32(n), 1, 1, 0, HERE);
   return memmove(to, from, n);
 }
 extern "C" void* __tsan_memset(void* to, int value, u64 n) {
-  shim_access(to, u32(n), 1, 1, 0);
+  access(to, u32(n), 1, 1, 0, HERE);
   return memset(to, value, n);
 }
 

@@ -46,7 +46,15 @@ struct Buffer {
   u64 loaded, stored, distinct_loaded, distinct_stored, loaded_per_threadgroup;
 };
 struct Limits { u32 threads, threadgroup_bytes, seconds, lane_layout_allowed; };
-struct Outcome { int fault; u32 groups, threads, threadgroup_bytes; u64 threadgroup_loaded, threadgroup_stored; u32 line; char message[1000]; };
+// Where it happened: a line of the source, or the site, an address in the kernel's file, which Python looks up.
+struct Outcome {
+  int fault;
+  u32 groups, threads, threadgroup_bytes;
+  u64 threadgroup_loaded, threadgroup_stored;
+  u32 line;
+  u64 site;
+  char message[1000];
+};
 
 struct Slot {
   u64 begin, bytes;
@@ -89,6 +97,7 @@ extern Slot slots[kSlots];
 extern Fibre fibres[kMaxThreads];
 extern Simdgroup simdgroups[kMaxThreads / kLanes];
 extern Fibre* current;
+extern u64 failed_at;
 
 [[noreturn]] void fail(Fault fault, u32 line, const char* format, ...) __attribute__((format(printf, 3, 4)));
 int describe_slot(char* text, size_t size, const Slot& slot, u64 address, u32 bytes);

@@ -1,5 +1,6 @@
 // Runs a grid: threadgroups one after another, one fibre per thread, simdgroups of 32 in lockstep at simd operations.
 #include "state.h"
+#include <dlfcn.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -16,6 +17,7 @@ Slot slots[kSlots];
 Fibre fibres[kMaxThreads];
 Simdgroup simdgroups[kMaxThreads / kLanes];
 Fibre* current;
+u64 failed_at;
 static void* scheduler_stack;
 static sigjmp_buf out;
 static pthread_t owner;
@@ -54,7 +56,9 @@ static u32 coordinate(u32 index, int axis) {
 
 void fail(Fault fault, u32 line, const char* format, ...) {
   Outcome& outcome = *launch.outcome;
+  Dl_info image;
   outcome.fault = fault, outcome.line = line;
+  if (failed_at && dladdr((void*)launch.entry, &image)) outcome.site = failed_at - (u64)image.dli_fbase;
   int n = 0;
   if (current)
     n = snprintf(outcome.message, sizeof outcome.message, "threadgroup (%u, %u, %u), thread (%u, %u, %u): ", launch.group[0],
@@ -313,7 +317,7 @@ extern "C" int shim_launch(void (*entry)(void* const*), Buffer* buffers, u32 cou
   memset(&launch, 0, sizeof launch);
   memset(simdgroups, 0, sizeof simdgroups);
   memset(fibres, 0, sizeof fibres);
-  current = nullptr;
+  current = nullptr, failed_at = 0;
   launch.entry = entry, launch.limits = *limits, launch.outcome = outcome;
   memcpy(launch.grid, grid, sizeof launch.grid);
   memcpy(launch.threadgroup, threadgroup, sizeof launch.threadgroup);
