@@ -1,0 +1,273 @@
+"""The Metal kernels: what each takes and gives, how a call is laid out, and one function per operation with the
+signature of its twin in `reference`. Knows arrays and grids; nothing of tokens, models, or whether a kernel is right
+on this machine (`self_check` does).
+
+Sources are metal/*.metal, one body per kernel, after metal/common.h. Nothing here needs Metal until a launch runs.
+A variant is a kernel with its template arguments: head size, types, and how many queries a pass holds. Each is compiled
+once per process, so lengths, rows and the ratio of heads are data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from mlx_spec.kernels.reference import STATE_COLUMNS
+from mlx_spec.kv.pool import PAGE
+from mlx_spec.resources import folder
+
+HEAD_SIZES = (64, 80, 96, 128, 256)
+STORAGE = (mx.int8, mx.float16, mx.bfloat16, mx.float32)
+"""What a pool may hold."""
+TYPES = (mx.float16, mx.bfloat16, mx.float32)
+"""What a model may compute in."""
+MOST_ROWS = 16
+"""Rows per sequence these kernels are meant for; more give the right result, slowly."""
+
+AttentionKernel = Literal["vector", "tile"]
+Template = tuple[tuple[str, Any], ...]
+Size = tuple[int, int, int]
+
+# MLX hands an input of fewer elements over as `constant`, which would be one more variant to compile.
+_LEAST_ELEMENTS = 8
+# A split reads its queries again, and writes a part that is read again. So there are no more splits than leave the
+# queries' share of the bytes below _QUERY_SHARE, unless the GPU would have fewer than _FEW threadgroups to run.
+# Not measured on a Mac: `splits` overrides the rule.
+_QUERY_SHARE, _FEW, _MANY = 0.08, 32, 512
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A declaration: names as the body uses them. The body is metal/<name>.metal."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        """What `mx.fast.metal_kernel` makes of it; compiled per variant at its first launch."""
+        sources = folder("metal")
+        return mx.fast.metal_kernel(
+            name=self.name,
+            input_names=list(self.inputs),
+            output_names=list(self.outputs),
+            header=(sources / "common.h").read_text(),
+            source=(sources / f"{self.name}.metal").read_text(),
+        )
+
+
+_PAGED = ("window_queries", "sink_queries", "keys", "values", "key_scales", "value_scales", "pages", "state")
+_PARTS = ("partials", "maxima", "sums")
+QUANTIZE_KV = Kernel(
+    "quantize_kv",
+    ("keys", "values", "cosines", "sines", "divisors"),
+    ("quantized_keys", "key_scales", "quantized_values", "value_scales"),
+)
+VECTOR = Kernel("paged_attention_vector", _PAGED, _PARTS)
+TILE = Kernel("paged_attention_tile", _PAGED, _PARTS)
+COMBINE = Kernel("paged_attention_combine", _PARTS, ("attended",))
+KERNELS = (QUANTIZE_KV, VECTOR, TILE, COMBINE)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with its template arguments: what is compiled, checked and switched off as one."""
+
+    kernel: Kernel
+    template: Template
+
+    @property
+    def name(self) -> str:
+        """Such as "paged_attention_vector[D=128,S=int8,QUERIES=8]"."""
+        arguments = ",".join(f"{key}={str(value).removeprefix('mlx.core.')}" for key, value in self.template)
+        return f"{self.kernel.name}[{arguments}]"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of one kernel: its grid counts threads."""
+
+    variant: Variant
+    inputs: Sequence[mx.array]
+    grid: Size
+    threadgroup: Size
+    output_shapes: Sequence[tuple[int, ...]]
+    output_dtypes: Sequence[mx.Dtype]
+
+
+Execute = Callable[[Launch], Sequence[mx.array]]
+
+
+def execute(launch: Launch) -> Sequence[mx.array]:
+    """Put a launch into MLX's graph. Needs Metal."""
+    outputs: Sequence[mx.array] = launch.variant.kernel.function(
+        inputs=list(launch.inputs),
+        template=list(launch.variant.template),
+        grid=launch.grid,
+        threadgroup=launch.threadgroup,
+        output_shapes=list(launch.output_shapes),
+        output_dtypes=list(launch.output_dtypes),
+    )
+    return outputs
+
+
+def available() -> bool:
+    """Whether this machine can run kernels at all."""
+    return bool(mx.metal.is_available()) and mx.default_device() == mx.gpu
+
+
+def supports(head_dim: int, storage: mx.Dtype = mx.int8, rows: int = 1) -> bool:
+    """Whether there are kernels for pages of this head size and storage, and this many rows."""
+    return head_dim in HEAD_SIZES and storage in STORAGE and 1 <= rows <= MOST_ROWS
+
+
+def quantize_variant(head_dim: int, dtype: mx.Dtype, interleaved: bool) -> Variant:
+    """The variant that `quantize_kv` runs for keys and values of `dtype`."""
+    return Variant(QUANTIZE_KV, (("D", head_dim), ("T", dtype), ("INTERLEAVED", interleaved)))
+
+
+def attention_variants(
+    head_dim: int, storage: mx.Dtype, dtype: mx.Dtype, queries: int, kernel: AttentionKernel | None = None
+) -> tuple[Variant, Variant]:
+    """The two variants that `paged_attention` runs; `queries` is rows times query heads per kv head."""
+    combine = Variant(COMBINE, (("D", head_dim), ("T", dtype)))
+    if (kernel or default_kernel(head_dim, queries)) == "tile":
+        return Variant(TILE, (("D", head_dim), ("S", storage))), combine
+    per_tile = -(-queries // -(-queries // _most_queries(head_dim)))
+    held = 1 << (per_tile - 1).bit_length()
+    return Variant(VECTOR, (("D", head_dim), ("S", storage), ("QUERIES", held))), combine
+
+
+def variants(
+    head_dim: int, storage: mx.Dtype, dtype: mx.Dtype, interleaved: bool = False, group: int | None = None
+) -> list[Variant]:
+    """Every variant that a model of this head size, storage and type can need: with `group` query heads per kv head,
+    or any number."""
+    counts = [rows * (group or 1) for rows in range(1, MOST_ROWS + 1)]
+    found = [variant for n in counts for variant in attention_variants(head_dim, storage, dtype, n)]
+    found += [variant for n in counts for variant in attention_variants(head_dim, storage, dtype, n, "vector")]
+    found += attention_variants(head_dim, storage, dtype, counts[-1], "tile")
+    if storage == mx.int8:
+        found.append(quantize_variant(head_dim, dtype, interleaved))
+    return list({variant.name: variant for variant in found}.values())
+
+
+def default_kernel(head_dim: int, queries: int) -> AttentionKernel:
+    """The vector kernel where one pass of it holds all queries of a kv head, and so reads each key once."""
+    return "vector" if queries <= _most_queries(head_dim) else "tile"
+
+
+def _most_queries(head_dim: int) -> int:
+    """Queries that a pass of the vector kernel holds in registers."""
+    return 8 if head_dim <= 128 else 4
+
+
+def quantize_kv(
+    keys: mx.array,
+    values: mx.array,
+    cosines: mx.array,
+    sines: mx.array,
+    divisors: mx.array,
+    interleaved: bool,
+    *,
+    execute: Execute = execute,
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """See `reference.quantize_kv`."""
+    batch, kv_heads, rows, head_dim = keys.shape
+    quantized_keys, key_scales, quantized_values, value_scales = execute(
+        Launch(
+            variant=quantize_variant(head_dim, keys.dtype, interleaved),
+            inputs=(keys, values.astype(keys.dtype), cosines, sines, divisors),
+            grid=(32, -(-rows // 4) * 4, batch * kv_heads),
+            threadgroup=(32, 4, 1),
+            output_shapes=(keys.shape, keys.shape[:3]) * 2,
+            output_dtypes=(mx.int8, mx.float16) * 2,
+        )
+    )
+    return quantized_keys, key_scales, quantized_values, value_scales
+
+
+def paged_attention(
+    window_queries: mx.array,
+    sink_queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    key_scales: mx.array | None,
+    value_scales: mx.array | None,
+    pages: mx.array,
+    state: mx.array,
+    dtype: mx.Dtype,
+    *,
+    longest: int,
+    kernel: AttentionKernel | None = None,
+    splits: int | None = None,
+    execute: Execute = execute,
+) -> mx.array:
+    """See `reference.paged_attention`. `longest` bounds the sequences' lengths; it only decides into how many
+    `splits` the context is cut, so a bound that is too small or too large costs time, not correctness."""
+    batch, heads, rows, head_dim = window_queries.shape
+    kv_heads = keys.shape[1]
+    queries = heads // kv_heads * rows
+    kind = kernel or default_kernel(head_dim, queries)
+    variant, combine = attention_variants(head_dim, keys.dtype, dtype, queries, kind)
+    simdgroups, tiles = tile_layout(head_dim, queries) if kind == "tile" else vector_layout(variant, queries)
+    if splits is None:
+        page_bytes = 2 * PAGE * (head_dim * keys.itemsize + (0 if key_scales is None else 2))
+        held = min(pages.shape[1], -(-longest // PAGE))
+        splits = split_count(held, tiles * batch * kv_heads, page_bytes, -(-queries // tiles) * head_dim * 4)
+    parts = (batch, heads, rows, splits)
+    if pages.size < _LEAST_ELEMENTS:
+        pages = mx.pad(pages, ((0, 0), (0, _LEAST_ELEMENTS - pages.shape[1])))
+    assert state.shape == (batch, STATE_COLUMNS)
+    scales = (_no_scales(), _no_scales()) if key_scales is None or value_scales is None else (key_scales, value_scales)
+    partials, maxima, sums = execute(
+        Launch(
+            variant=variant,
+            inputs=(window_queries, sink_queries, keys, values, *scales, pages, state),
+            grid=(32 * splits, simdgroups * tiles, batch * kv_heads),
+            threadgroup=(32, simdgroups, 1),
+            output_shapes=((*parts, head_dim), parts, parts),
+            output_dtypes=(mx.float32,) * 3,
+        )
+    )
+    (attended,) = execute(
+        Launch(
+            variant=combine,
+            inputs=(partials, maxima, sums),
+            grid=(32, 4, batch * heads * rows),
+            threadgroup=(32, 4, 1),
+            output_shapes=(window_queries.shape,),
+            output_dtypes=(dtype,),
+        )
+    )
+    return attended
+
+
+@functools.cache
+def _no_scales() -> mx.array:
+    """What a kernel is given, and does not read, as the scales of a floating-point pool."""
+    return mx.zeros((_LEAST_ELEMENTS,), dtype=mx.float16)
+
+
+def vector_layout(variant: Variant, queries: int) -> tuple[int, int]:
+    """Simdgroups of a threadgroup, and tiles of queries."""
+    return 4, -(-queries // dict(variant.template)["QUERIES"])
+
+
+def tile_layout(head_dim: int, queries: int) -> tuple[int, int]:
+    """Simdgroups of a threadgroup, and tiles of queries. Those without queries of their own help with the staging."""
+    simdgroups_per_eight = 1 if head_dim <= 128 else 2
+    tiles = -(-queries // (64 // simdgroups_per_eight))
+    return max(4, -(-queries // (8 * tiles)) * simdgroups_per_eight), tiles
+
+
+def split_count(pages: int, threadgroups: int, page_bytes: int, query_bytes: int) -> int:
+    """Into how many splits `pages` visible pages are cut, `threadgroups` being what one split gives the GPU to run."""
+    frugal = int(_QUERY_SHARE * pages * page_bytes / query_bytes)
+    wanted = max(-(-_FEW // threadgroups), min(frugal, -(-_MANY // threadgroups)))
+    return max(1, min(pages, wanted))
