@@ -188,6 +188,9 @@ PAIRS = {
         shim.AddressSpaceError, r"second\(n\)",
         HEAD + "out[t] = second(n);", HEAD + "out[t] = second(x);",
         {"header": "template <typename T> T second(const device T* p) { return p[1]; }\n"}),
+    "a private variable nobody has set": Pair(
+        shim.CompileError, r"variable 'a' is uninitialized",
+        HEAD + "float a; out[t] = a;", HEAD + "float a = 1; out[t] = a;"),
     "a store through constant": Pair(
         shim.CompileError, r"read-only|const",
         HEAD + "constant int* p = n; p[0] = 1; out[t] = 0;", HEAD + "constant int* p = n; out[t] = p[0];"),
@@ -207,7 +210,9 @@ PAIRS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
+    compiling = [pair for pair in PAIRS.values() if not issubclass(pair.error, shim.CompileError)]
     prepare([launch(pair.right, **pair.options) for pair in PAIRS.values()])
+    prepare([launch(pair.wrong, **pair.options | pair.options_of_wrong) for pair in compiling])
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -223,6 +228,11 @@ def test_endless_loop() -> None:
     source = HEAD + "volatile int i = 0; while (i < n[0]) { i = 0; } out[t] = i;"
     with pytest.raises(shim.TooLong, match="after 1 seconds"):
         run(launch(source), limits=Limits(seconds=1))
+
+
+def test_messages_show_the_line() -> None:
+    with pytest.raises(shim.OutOfBounds, match=r"\n  line \d+: s \+= x\[t \+ j\];"):
+        run(launch(HEAD + "float s = 0;\nfor (int j = 0; j < 3; j++) {\n  s += x[t + j];\n}\nout[t] = s;"))
 
 
 def test_full_stack() -> None:
@@ -428,6 +438,28 @@ def test_plain_kernel_with_function_constants() -> None:
         run(call)
     with pytest.raises(shim.BadLaunch, match=r"function constant 1 \(step\) has no value"):
         run(PlainLaunch(text, "plain", arguments, (4, 1, 1), (4, 1, 1), {0: False}))
+
+
+def test_refused_source() -> None:
+    with pytest.raises(shim.BadLaunch, match=r"line 1: a threadgroup variable outside of a kernel function"):
+        run(launch("out[0] = 1;", header="void f() { threadgroup float a[4]; a[0] = 1; }\n"))
+    with pytest.raises(shim.BadLaunch, match=r"C-style cast to a vector type"):
+        run(launch("float4 a = (float4)1.0f; out[0] = a.x;"))
+    text = "[[kernel, max_total_threads_per_threadgroup(32)]] void small(device int* x [[buffer(0)]]) { x[0] = 1; }"
+    with pytest.raises(shim.TooManyThreads, match="at most 32"):
+        run(PlainLaunch(text, "small", {0: shim.Output((1,), mx.int32)}, (33, 1, 1), (33, 1, 1)))
+    run(PlainLaunch(text, "small", {0: shim.Output((1,), mx.int32)}, (1, 1, 1), (1, 1, 1)))
+    text = "kernel void f(threadgroup int* x [[threadgroup(0)]]) {}"
+    with pytest.raises(shim.BadLaunch, match=r"attribute 'threadgroup\(0\)' is not known"):
+        run(PlainLaunch(text, "f", {}, (1, 1, 1), (1, 1, 1)))
+    with pytest.raises(shim.BadLaunch, match="must be positive"):
+        run(launch("out[0] = 1;", threads=0))
+
+
+def test_half_rounds_after_each_operation() -> None:
+    out = values(HEAD + "half a = half(x[t]) + 2048.0h; out[t] = a - 2048.0h;")
+    expected = (np.arange(64).astype(np.float16) + np.float16(2048)) - np.float16(2048)
+    assert np.array_equal(out, expected)
 
 
 def test_one_bad_kernel_in_a_batch_is_named() -> None:

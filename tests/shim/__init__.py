@@ -9,6 +9,7 @@ with one fibre per GPU thread (runtime/). What is right here is not thereby fast
 ruled out as a cause of trouble; those need a Mac.
 """
 
+from .calls import Launch, Output, PlainLaunch
 from .errors import (
     AddressSpaceError,
     BadLaunch,
@@ -29,7 +30,7 @@ from .errors import (
     Unwritten,
     WildPointer,
 )
-from .launch import Launch, Limits, Output, PlainLaunch, Report, Result, StandIn, Traffic, prepare, run
+from .launch import Limits, Report, Result, StandIn, Traffic, prepare, run
 
 __all__ = [
     "AddressSpaceError",

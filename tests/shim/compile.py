@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import AddressSpaceError, CompileError
-from .source import Program, parameters, translate
+from .source import Program, parameters
+from .translate import translate
 
 _HERE = Path(__file__).parent
-_COMMON = ["-std=c++20", "-Wno-everything", "-fPIC", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all"]
-_COMMON += ["-fno-stack-protector", "-U_FORTIFY_SOURCE", "-ferror-limit=5", "-Wno-reserved-user-defined-literal"]
+_COMMON = ["-std=c++20", "-Wno-everything", "-Wno-reserved-user-defined-literal", "-ferror-limit=5", "-nostdinc++"]
+_COMMON += ["-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-fsigned-char", "-fno-stack-protector"]
+_COMMON += ["-U_FORTIFY_SOURCE"]
 # Redundant loads in straight-line code may merge, as on a GPU; nothing is vectorised, so an access keeps the width
 # the source gives it.
 _KERNEL = ["-O1", "-fno-vectorize", "-fno-slp-vectorize", "-fno-threadsafe-statics", "-gline-tables-only", "-gdwarf-4"]
@@ -83,8 +85,11 @@ def folder() -> Path:
 def _base() -> str:
     """Hash of all that is the same for every kernel."""
     digest = hashlib.sha256(" ".join([*compiler(), *_COMMON, *_KERNEL, *_CHECKS, *_PASSES, *machine_flags()]).encode())
-    digest.update(subprocess.run([compiler()[0], "version" if len(compiler()) > 1 else "--version"],
-                                 capture_output=True, check=False).stdout)
+    digest.update(
+        subprocess.run(
+            [compiler()[0], "version" if len(compiler()) > 1 else "--version"], capture_output=True, check=False
+        ).stdout
+    )
     for file in sorted([*(_HERE / "include").iterdir(), *(_HERE / "runtime").iterdir(), *_HERE.glob("*.py")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -130,7 +135,18 @@ def _run(arguments: list[str]) -> str | None:
 
 
 def _compile(source: Path, output: Path, extra: Sequence[str]) -> str | None:
-    command = [*compiler(), *_COMMON, *extra, f"-I{_HERE / 'include'}", "-x", "c++", "-c", str(source), "-o", str(output)]
+    command = [
+        *compiler(),
+        *_COMMON,
+        *extra,
+        f"-I{_HERE / 'include'}",
+        "-x",
+        "c++",
+        "-c",
+        str(source),
+        "-o",
+        str(output),
+    ]
     return _run(command)
 
 
@@ -138,7 +154,7 @@ def _compile(source: Path, output: Path, extra: Sequence[str]) -> str | None:
 def _runtime() -> tuple[str, ...]:
     """The objects every kernel is linked with."""
     objects = []
-    for name in ("memory", "threads"):
+    for name in ("memory", "threads", "grid"):
         output = folder() / f"{name}-{_base()[:24]}.o"
         if not output.exists():
             partial = output.with_suffix(f".{os.getpid()}.o")

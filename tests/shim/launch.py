@@ -1,7 +1,6 @@
 """Runs a kernel call on this machine's CPU and says what it did, or what is wrong with it.
 
-Knows calls, arrays and reports. A call is either what `mx.fast.metal_kernel` would launch, or a kernel function in
-plain Metal source with its buffers given by number.
+Knows the runtime's interface and reports; keep the structures in step with runtime/state.h.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from . import compile as compiled
+from .calls import Buffer, Launch, Output, PlainLaunch, Size
 from .errors import FAULTS, BadLaunch, TooManyThreads
 from .lines import line_of
-from .source import Parameter, Program, capture, generated_program, parameters
+from .source import Parameter, Program, most_threads, parameters
 
 _RUNNING = threading.Lock()
-Size = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -36,116 +35,6 @@ class Limits:
     threadgroup_bytes: int = 32 * 1024
     seconds: int = 60  # of processor time
     lane_layout: bool = False  # allow thread_elements(); only a test of the shim itself wants it
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A call of a kernel that `mx.fast.metal_kernel` made, with the arguments that call takes."""
-
-    kernel: Callable[..., Any]
-    inputs: Sequence[mx.array]
-    output_shapes: Sequence[Sequence[int]]
-    output_dtypes: Sequence[mx.Dtype]
-    grid: Size
-    threadgroup: Size
-    template: Sequence[tuple[str, Any]] = ()
-    init_value: float | None = None
-    ensure_row_contiguous: bool = True  # as given to mx.fast.metal_kernel
-
-    @functools.cached_property
-    def program(self) -> Program:
-        def call(*inputs: mx.array) -> Any:
-            return self.kernel(
-                inputs=list(inputs),
-                template=list(self.template),
-                grid=self.grid,
-                threadgroup=self.threadgroup,
-                output_shapes=[tuple(shape) for shape in self.output_shapes],
-                output_dtypes=list(self.output_dtypes),
-                init_value=self.init_value,
-                verbose=True,
-            )
-
-        return generated_program(capture(call, list(self.inputs)))
-
-    def buffers(self) -> dict[int, Buffer]:
-        """MLX passes each input, then its shape, strides and number of dimensions if the body names them."""
-        given = [parameter for parameter in parameters(self.program) if parameter.buffer is not None]
-        result: dict[int, Buffer] = {}
-        position, inputs = 0, list(self.inputs)
-        for array in inputs:
-            name = given[position].name
-            data, strides = _bytes_of(array, self.ensure_row_contiguous)
-            about = {
-                f"{name}_shape": np.array(array.shape, np.int32),
-                f"{name}_strides": np.array(strides, np.int64),
-                f"{name}_ndim": np.array(array.ndim, np.int32),
-            }
-            result[position] = Buffer(name, data, itemsize=array.itemsize)
-            position += 1
-            while position < len(given) and given[position].name in about:
-                extra = about[given[position].name]
-                result[position] = Buffer(given[position].name, extra.tobytes(), itemsize=extra.itemsize)
-                position += 1
-        for shape, dtype in zip(self.output_shapes, self.output_dtypes, strict=True):
-            result[position] = Output(shape, dtype, self.init_value).buffer(given[position].name)
-            position += 1
-        if position != len(given):
-            raise BadLaunch(f"the source takes {len(given)} buffers, {position} are given")
-        return result
-
-
-@dataclass(frozen=True)
-class Output:
-    """A buffer the kernel writes."""
-
-    shape: Sequence[int]
-    dtype: mx.Dtype
-    init_value: float | None = None
-
-    def buffer(self, name: str) -> Buffer:
-        size = int(np.prod(self.shape, dtype=np.int64))
-        if self.init_value is None:
-            data = b"\xff" * (size * self.dtype.size)  # not a number in every floating type
-        else:
-            data = _bytes_of(mx.full(tuple(self.shape), self.init_value, self.dtype), True)[0]
-        return Buffer(name, data, self.dtype.size, self)
-
-
-@dataclass(frozen=True)
-class PlainLaunch:
-    """A kernel function in Metal source: `instantiation` such as "name<float, 64>", buffers by their number."""
-
-    text: str
-    instantiation: str
-    arguments: Mapping[int, mx.array | Output]
-    grid: Size  # in threads
-    threadgroup: Size
-    function_constants: Mapping[int, Any] = field(default_factory=dict)
-
-    @functools.cached_property
-    def program(self) -> Program:
-        return Program(self.text, self.instantiation, self.function_constants)
-
-    def buffers(self) -> dict[int, Buffer]:
-        names = {parameter.buffer: parameter.name for parameter in parameters(self.program)}
-        result = {}
-        for number, argument in self.arguments.items():
-            if isinstance(argument, Output):
-                result[number] = argument.buffer(names[number])
-            else:
-                result[number] = Buffer(names[number], _bytes_of(argument, True)[0], argument.itemsize)
-        return result
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """Bytes for a kernel; `output` says what they become if the kernel writes them."""
-
-    name: str
-    data: bytes
-    itemsize: int
-    output: Output | None = None
 
 
 @dataclass(frozen=True)
@@ -203,8 +92,9 @@ def run(
     threads = int(np.prod(launch.threadgroup))
     if min(*launch.grid, *launch.threadgroup) < 1:
         raise BadLaunch(f"{name}: grid {launch.grid} and threadgroup {launch.threadgroup} must be positive")
-    if threads > min(limits.threads, 1024):
-        raise TooManyThreads(f"{name}: {threads} threads in a threadgroup, at most {limits.threads}")
+    most = min(limits.threads, most_threads(launch.program) or limits.threads, 1024)
+    if threads > most:
+        raise TooManyThreads(f"{name}: {threads} threads in a threadgroup, at most {most}")
     buffers = launch.buffers()
     item = compiled.unit(launch.program)
     compiled.build([item])
@@ -214,18 +104,6 @@ def run(
 def prepare(launches: Sequence[Launch | PlainLaunch], *, jobs: int | None = None) -> None:
     """Compile the kernels of many launches ahead, in batches on all cores. `run` then only runs them."""
     compiled.build([compiled.unit(launch.program) for launch in launches], jobs=jobs)
-
-
-def _bytes_of(array: mx.array, contiguous: bool) -> tuple[bytes, list[int]]:
-    """The bytes a kernel finds, and the strides in elements."""
-    if not contiguous:
-        raise BadLaunch("ensure_row_contiguous=False is not supported: strides of an MLX array cannot be seen")
-    strides, step = [], 1
-    for length in reversed(array.shape):
-        strides.append(step)
-        step *= length
-    plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-    return np.ascontiguousarray(np.array(plain)).tobytes(), strides[::-1]
 
 
 def _array(data: bytes, output: Output) -> mx.array:
@@ -278,7 +156,9 @@ def _call(
     library = _library(str(path))
     spaces = {p.buffer: p for p in parameters(launch.program) if p.buffer is not None}
     table = (_Buffer * (max(spaces) + 1))()
-    data = {number: ctypes.create_string_buffer(buffer.data, max(1, len(buffer.data))) for number, buffer in buffers.items()}
+    data = {
+        number: ctypes.create_string_buffer(buffer.data, max(1, len(buffer.data))) for number, buffer in buffers.items()
+    }
     for number, parameter in spaces.items():
         table[number] = _row(parameter, buffers.get(number), data.get(number), may_stay_unwritten)
     bounds = (ctypes.c_uint32 * 4)(limits.threads, limits.threadgroup_bytes, limits.seconds, limits.lane_layout)
@@ -346,7 +226,9 @@ def _message(program: Program, text: str, line: int) -> str:
 class StandIn:
     """Stands in for a kernel: called as `mx.fast.metal_kernel`'s result is, it runs here and keeps its reports."""
 
-    def __init__(self, kernel: Callable[..., Any], limits: Limits | None = None, may_stay_unwritten: Collection[str] = ()):
+    def __init__(
+        self, kernel: Callable[..., Any], limits: Limits | None = None, may_stay_unwritten: Collection[str] = ()
+    ):
         self.kernel, self.limits, self.may_stay_unwritten = kernel, limits, may_stay_unwritten
         self.reports: list[Report] = []
 

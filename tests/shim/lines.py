@@ -18,10 +18,9 @@ def line_of(path: Path, site: int, file: str) -> int | None:
     table = _section(data, b".debug_line")
     before: tuple[int, int, str] | None = None
     for row in _rows(table):
-        address, line, name = row
-        if before is not None and before[0] < site <= address:
+        if before is not None and before[0] < site <= row[0]:
             return before[1] if before[2] == file else None
-        before = row if line else None  # 0 ends a sequence
+        before = row if row[1] else None  # 0 ends a sequence
     return None
 
 

@@ -1,7 +1,6 @@
-"""From Metal source text to C++ that means the same, and what its kernel function asks for.
+"""Metal source text: getting it from MLX or from headers, and what its kernel function asks for.
 
-Knows the text only: nothing is compiled or run here. Line numbers stay those of the Metal source, so that a
-compiler's message and a detector's report name its lines.
+Knows the text only: nothing is compiled or run here.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import mlx.core as mx
 
 from .errors import BadLaunch
 
-# In the order of shim_attribute in runtime/threads.cpp.
+# In the order of shim_attribute in runtime/grid.cpp.
 ATTRIBUTES = (
     "thread_position_in_grid",
     "threads_per_grid",
@@ -39,7 +38,6 @@ ATTRIBUTES = (
     "quadgroups_per_threadgroup",
 )
 _SYNONYMS = {"thread_execution_width": "threads_per_simdgroup"}
-_VECTOR = r"(?:bool|u?char|u?short|u?int|u?long|half|bfloat|float)[234]"
 _CAPTURING = threading.Lock()
 
 
@@ -158,10 +156,24 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in [*parts, text[start:]] if part.strip()]
 
 
+def heads(text: str) -> dict[str, re.Match[str]]:
+    """Where each kernel function starts: up to its opening parenthesis."""
+    return {
+        head["name"]: head for head in re.finditer(r"\bkernel\b(?P<more>[^;{}]*?)\bvoid\s+(?P<name>\w+)\s*\(", text)
+    }
+
+
+def most_threads(program: Program) -> int | None:
+    """What [[max_total_threads_per_threadgroup(n)]] promises, if the kernel function has it."""
+    head = heads(blank(program.text)).get(program.function)
+    found = re.search(r"max_total_threads_per_threadgroup\((\d+)\)", head["more"]) if head else None
+    return int(found[1]) if found else None
+
+
 def parameters(program: Program) -> list[Parameter]:
     """What the kernel function takes, in order."""
     text = blank(program.text)
-    head = re.search(rf"\bkernel\b(?:\]\])?\s+void\s+{program.function}\s*\(", text)
+    head = heads(text).get(program.function)
     if head is None:
         raise BadLaunch(f"no kernel function {program.function!r} in the source")
     listing = text[head.end() : closing(text, head.end() - 1, "()") - 1]
@@ -187,79 +199,3 @@ def _parameter(text: str) -> Parameter:
     if (buffer is None) == (attribute is None):
         raise BadLaunch(f"parameter {matched[2]!r} is neither a buffer nor an attribute")
     return Parameter(matched[2], matched[1].strip(), buffer, attribute, needs)
-
-
-def translate(program: Program) -> str:
-    """The C++ reading of the source. What C++ has no words for is put into other words, and nothing else:
-
-    arrays in threadgroup memory, function constants, vector constructors, MLX's explicit instantiation.
-    """
-    text = re.sub(
-        r"^template \[\[host_name\(.*?\)\]\] \[\[kernel\]\] decltype.*?;\s*?$", "", program.text, flags=re.M
-    )
-    text = _function_constants(text, program.function_constants)
-    text = _threadgroup_arrays(text)
-    return _vector_constructors(text)
-
-
-def _edit(text: str, edits: list[tuple[int, int, str]]) -> str:
-    for start, end, new in sorted(edits, reverse=True):
-        kept = text[start:end].count("\n") - new.count("\n")
-        text = text[:start] + new + "\n" * max(kept, 0) + text[end:]
-    return text
-
-
-def _function_constants(text: str, values: Mapping[int, object]) -> str:
-    edits = []
-    for match in re.finditer(r"\bconstant\s+(\w+)\s+(\w+)\s*\[\[function_constant\((\d+)\)\]\]\s*;", blank(text)):
-        if int(match[3]) not in values:
-            raise BadLaunch(f"function constant {match[3]} ({match[2]}) has no value")
-        value = str(values[int(match[3])]).lower()
-        edits.append((match.start(), match.end(), f"static const {match[1]} {match[2]} = {match[1]}({value});"))
-    return _edit(text, edits)
-
-
-def _threadgroup_arrays(text: str) -> str:
-    """`threadgroup T a[N];` in a function: shared by the threads of a group, with bounds of its own."""
-    masked, edits, count = blank(text), [], 0
-    for match in re.finditer(r"\bthreadgroup\s+(?=[A-Za-z_])", masked):
-        head = re.compile(r"[\w:]+(?:\s+(?=<))?").match(masked, match.end())
-        assert head is not None
-        end = closing(masked, head.end(), "<>") if masked[head.end() : head.end() + 1] == "<" else head.end()
-        kind, declared = text[match.end() : end], []
-        while name := re.compile(r"\s+(\w+)\s*|\s*,\s*(\w+)\s*").match(masked, end):
-            end = name.end()
-            start = end
-            while masked[end : end + 1] == "[":
-                end = re.compile(r"\s*").match(masked, closing(masked, end, "[]")).end()  # type: ignore[union-attr]
-            declared.append((name[1] or name[2], text[start:end].strip()))
-            if masked[end : end + 1] != ",":
-                break
-        if not declared or masked[end : end + 1] != ";":
-            continue  # a pointer, a reference, a parameter
-        new = []
-        for name_of, extent in declared:
-            new.append(f'auto& {name_of} = shim::threadgroup_array<threadgroup {kind}{extent}>({count}, "{name_of}")')
-            count += 1
-        edits.append((match.start(), end, "; ".join(new)))
-    return _edit(text, edits)
-
-
-def _vector_constructors(text: str) -> str:
-    masked = blank(text)
-    aliases = re.findall(rf"\busing\s+(\w+)\s*=\s*(?:metal::)?(?:vec\s*<|{_VECTOR}\s*;)", masked)
-    aliases += re.findall(rf"\btypedef\s+(?:metal::)?(?:vec\s*<[^;]*>|{_VECTOR})\s+(\w+)\s*;", masked)
-    named = "|".join([rf"(?:metal::)?{_VECTOR}", *map(re.escape, aliases)])
-    if cast := re.search(rf"(?<![\w>])\s*(?<!sizeof)(?<!alignof)\(\s*(?:{named})\s*\)\s*[\w(]", masked):
-        line = masked[: cast.end()].count("\n") + 1
-        raise BadLaunch(f"line {line}: C-style cast to a vector type; write it as a constructor call")
-    edits = []
-    for match in re.finditer(rf"(?<![\w:])({named})\s*\(", masked):
-        edits.append((match.start(), match.end(), f"shim::make<{match[1]}>("))
-    for match in re.finditer(rf"\bstatic_cast\s*<\s*({named})\s*>\s*\(", masked):
-        edits.append((match.start(), match.end(), f"shim::make<{match[1]}>("))
-    for match in re.finditer(r"(?:metal::)?\bvec\s*<", masked):
-        end = closing(masked, match.end() - 1, "<>")
-        if opening := re.compile(r"\s*\(").match(masked, end):
-            edits.append((match.start(), opening.end(), f"shim::make<{text[match.start() : end]}>("))
-    return _edit(text, edits)

@@ -100,5 +100,6 @@ extern Fibre* current;
 extern u64 failed_at;
 
 [[noreturn]] void fail(Fault fault, u32 line, const char* format, ...) __attribute__((format(printf, 3, 4)));
+void run_group();
 int describe_slot(char* text, size_t size, const Slot& slot, u64 address, u32 bytes);
 extern "C" void shim_access(const void* address, u32 bytes, u32 alignment, u32 write, u32 atomic);

@@ -1,75 +1,39 @@
-// Runs a grid: threadgroups one after another, one fibre per thread, simdgroups of 32 in lockstep at simd operations.
+// The threads of one threadgroup: a fibre each, simdgroups of 32 in lockstep at simd operations, barriers.
 #include "state.h"
-#include <dlfcn.h>
-#include <pthread.h>
-#include <setjmp.h>
-#include <signal.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/time.h>
 
-Launch launch;
-u64 reserve;
-Slot slots[kSlots];
 Fibre fibres[kMaxThreads];
 Simdgroup simdgroups[kMaxThreads / kLanes];
 Fibre* current;
-u64 failed_at;
 static void* scheduler_stack;
-static sigjmp_buf out;
-static pthread_t owner;
 constexpr u32 kMemories[] = {kDeviceMemory, kThreadgroupMemory};
 
 // Saves the registers a callee must keep on the current stack, stores its pointer, continues on the other stack.
 // swapcontext would make two system calls per switch to save a signal mask that never changes.
+// One instruction a line: a semicolon starts a comment in Apple's assembler.
 #if defined(__x86_64__)
 __attribute__((naked, noinline)) static void switch_stack(void** /*save: rdi*/, void* /*load: rsi*/) {
-  asm("pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15\n"
-      "movq %rsp, (%rdi); movq %rsi, %rsp\n"
-      "popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp; retq");
+  asm("pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
+      "movq %rsp, (%rdi)\n movq %rsi, %rsp\n"
+      "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n retq");
 }
 constexpr u32 kSavedWords = 8, kReturnWord = 6;  // six registers, the return address, one word of alignment
 #elif defined(__aarch64__)
 __attribute__((naked, noinline)) static void switch_stack(void** /*save: x0*/, void* /*load: x1*/) {
   asm("sub sp, sp, #160\n"
-      "stp x19, x20, [sp]; stp x21, x22, [sp, #16]; stp x23, x24, [sp, #32]; stp x25, x26, [sp, #48]\n"
-      "stp x27, x28, [sp, #64]; stp x29, x30, [sp, #80]\n"
-      "stp d8, d9, [sp, #96]; stp d10, d11, [sp, #112]; stp d12, d13, [sp, #128]; stp d14, d15, [sp, #144]\n"
-      "mov x9, sp; str x9, [x0]; mov sp, x1\n"
-      "ldp x19, x20, [sp]; ldp x21, x22, [sp, #16]; ldp x23, x24, [sp, #32]; ldp x25, x26, [sp, #48]\n"
-      "ldp x27, x28, [sp, #64]; ldp x29, x30, [sp, #80]\n"
-      "ldp d8, d9, [sp, #96]; ldp d10, d11, [sp, #112]; ldp d12, d13, [sp, #128]; ldp d14, d15, [sp, #144]\n"
-      "add sp, sp, #160; ret");
+      "stp x19, x20, [sp]\n stp x21, x22, [sp, #16]\n stp x23, x24, [sp, #32]\n stp x25, x26, [sp, #48]\n"
+      "stp x27, x28, [sp, #64]\n stp x29, x30, [sp, #80]\n stp d8, d9, [sp, #96]\n stp d10, d11, [sp, #112]\n"
+      "stp d12, d13, [sp, #128]\n stp d14, d15, [sp, #144]\n"
+      "mov x9, sp\n str x9, [x0]\n mov sp, x1\n"
+      "ldp x19, x20, [sp]\n ldp x21, x22, [sp, #16]\n ldp x23, x24, [sp, #32]\n ldp x25, x26, [sp, #48]\n"
+      "ldp x27, x28, [sp, #64]\n ldp x29, x30, [sp, #80]\n ldp d8, d9, [sp, #96]\n ldp d10, d11, [sp, #112]\n"
+      "ldp d12, d13, [sp, #128]\n ldp d14, d15, [sp, #144]\n"
+      "add sp, sp, #160\n ret");
 }
 constexpr u32 kSavedWords = 20, kReturnWord = 11;  // x30 is the twelfth word
 #else
 #error "the shim switches stacks on x86-64 and arm64 only"
 #endif
-
-static u32 coordinate(u32 index, int axis) {
-  const u32* size = launch.size;
-  return axis == 0 ? index % size[0] : axis == 1 ? index / size[0] % size[1] : index / (size[0] * size[1]);
-}
-
-void fail(Fault fault, u32 line, const char* format, ...) {
-  Outcome& outcome = *launch.outcome;
-  Dl_info image;
-  outcome.fault = fault, outcome.line = line;
-  if (failed_at && dladdr((void*)launch.entry, &image)) outcome.site = failed_at - (u64)image.dli_fbase;
-  int n = 0;
-  if (current)
-    n = snprintf(outcome.message, sizeof outcome.message, "threadgroup (%u, %u, %u), thread (%u, %u, %u): ", launch.group[0],
-                 launch.group[1], launch.group[2], coordinate(current->index, 0), coordinate(current->index, 1),
-                 coordinate(current->index, 2));
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(outcome.message + n, sizeof outcome.message - n, format, arguments);
-  va_end(arguments);
-  siglongjmp(out, 1);  // the fibres are dropped as they stand; nothing in them needs destroying
-}
 
 // On to the next lane of this simdgroup that can run, or back to the scheduler.
 static void yield() {
@@ -172,7 +136,7 @@ extern "C" void shim_threadgroup_barrier(u32 flags, u32 line) {
        launch.barrier_line, count[kAtBarrier], launch.threads);
 }
 
-static void run_group() {
+void run_group() {
   launch.serial++;
   launch.threads = launch.size[0] * launch.size[1] * launch.size[2];
   launch.returned = launch.at_barrier = 0;
@@ -202,148 +166,4 @@ static void run_group() {
     if (!moved) report_stuck();
   }
   current = nullptr;
-}
-
-extern "C" void* shim_threadgroup(u32 id, const char* name, u64 bytes, u32 element_bytes) {
-  if (id >= kThreadgroupSlots) fail(kBadCall, 0, "more than %u threadgroup arrays", kThreadgroupSlots);
-  Slot& slot = slots[kDeviceSlots + id];
-  if (!slot.cells) {
-    const u64 begin = reserve + (kDeviceSlots + id) * kSlotBytes + kMiddle;
-    if (bytes > (u64(1) << 20)) fail(kTooMuchMemory, 0, "threadgroup array '%s' has %llu bytes", name, (unsigned long long)bytes);
-    mmap((void*)begin, (bytes + kPage - 1) / kPage * kPage, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANON, -1, 0);
-    slot = {begin, bytes, name, element_bytes, kThreadgroup, 0, (Cell*)calloc(bytes, sizeof(Cell)), nullptr, nullptr};
-    launch.outcome->threadgroup_bytes += u32((bytes + 15) / 16 * 16);
-    if (launch.outcome->threadgroup_bytes > launch.limits.threadgroup_bytes)
-      fail(kTooMuchMemory, 0, "%u bytes of threadgroup memory with array '%s'; at most %u", launch.outcome->threadgroup_bytes,
-           name, launch.limits.threadgroup_bytes);
-  }
-  return (void*)slot.begin;
-}
-
-extern "C" void shim_lane_layout(u32 line) {
-  if (!launch.limits.lane_layout_allowed)
-    fail(kLaneLayout, line, "thread_elements() depends on which lane holds what: an undocumented lane layout");
-}
-extern "C" void shim_misuse(const char* what, u32 line) { fail(kBadCall, line, "%s", what); }
-
-struct Position { u32 x, y, z; };
-// Numbers as in ATTRIBUTES of source.py.
-extern "C" Position shim_attribute(u32 id) {
-  const u32 i = current->index, *group = launch.group, *full = launch.threadgroup, *size = launch.size;
-  const u32 x = coordinate(i, 0), y = coordinate(i, 1), z = coordinate(i, 2);
-  switch (id) {
-    case 0: return {group[0] * full[0] + x, group[1] * full[1] + y, group[2] * full[2] + z};
-    case 1: return {launch.grid[0], launch.grid[1], launch.grid[2]};
-    case 2: return {x, y, z};
-    case 3: return {i, 0, 0};
-    case 4: return {size[0], size[1], size[2]};
-    case 5: return {full[0], full[1], full[2]};
-    case 6: return {group[0], group[1], group[2]};
-    case 7: return {launch.groups[0], launch.groups[1], launch.groups[2]};
-    case 8: return {i % kLanes, 0, 0};
-    case 9: return {kLanes, 0, 0};
-    case 10: return {i / kLanes, 0, 0};
-    case 11: return {(launch.threads + kLanes - 1) / kLanes, 0, 0};
-    case 12: return {(full[0] * full[1] * full[2] + kLanes - 1) / kLanes, 0, 0};
-    case 13: return {i % 4, 0, 0};
-    case 14: return {i / 4, 0, 0};
-    default: return {(launch.threads + 3) / 4, 0, 0};
-  }
-}
-
-// A wild pointer, a full stack or an endless loop arrives as a signal; on its own stack, so that a full one does no harm.
-static void on_signal(int number, siginfo_t* info, void*) {
-  if (!pthread_equal(pthread_self(), owner)) {
-    pthread_kill(owner, number);
-    return;
-  }
-  if (number == SIGVTALRM) fail(kTooLong, 0, "still running after %u seconds of processor time", launch.limits.seconds);
-  fail(kWildPointer, 0, "wild pointer or full stack (address %p)", info->si_addr);
-}
-
-static void prepare(Buffer* buffers, u32 count) {
-  void* space = mmap(nullptr, kSlotBytes * kSlots, PROT_NONE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
-  if (space == MAP_FAILED) fail(kBadCall, 0, "cannot reserve address space");
-  reserve = (u64)space;
-  for (u32 i = 0; i < kSlots; i++) slots[i] = {reserve + i * kSlotBytes + kMiddle, 0, "(no buffer)", 1, kInput, 0, nullptr, nullptr, nullptr};
-  u8* stacks = (u8*)mmap(nullptr, (kStackBytes + kPage) * kMaxThreads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
-  if (stacks == MAP_FAILED) fail(kBadCall, 0, "cannot reserve thread stacks");
-  for (u32 i = 0; i < kMaxThreads; i++) fibres[i].stack = stacks + i * (kStackBytes + kPage);
-  for (u32 i = 0; i < launch.threadgroup[0] * launch.threadgroup[1] * launch.threadgroup[2]; i++)
-    mprotect(fibres[i].stack + kStackBytes, kPage, PROT_NONE);  // stops the next thread's stack
-  for (u32 i = 0; i < count; i++) {
-    Buffer& buffer = buffers[i];
-    Slot& slot = slots[i];
-    slot.bytes = buffer.bytes, slot.name = buffer.name, slot.element_bytes = buffer.element_bytes, slot.kind = buffer.kind;
-    slot.initialised = buffer.initialised, slot.buffer = &buffer;
-    launch.arguments[i] = (void*)slot.begin;
-    if (!buffer.bytes) continue;
-    mmap((void*)slot.begin, (buffer.bytes + kPage - 1) / kPage * kPage, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANON, -1, 0);
-    memcpy((void*)slot.begin, buffer.data, buffer.bytes);
-    slot.loaded_by = (u32*)calloc(buffer.bytes, sizeof(u32));
-    if (buffer.kind == kOutput) slot.cells = (Cell*)calloc(buffer.bytes, sizeof(Cell));
-  }
-}
-
-static void run_grid(Buffer* buffers, u32 count) {
-  u32 *group = launch.group, *groups = launch.groups;
-  for (int axis = 0; axis < 3; axis++) groups[axis] = (launch.grid[axis] + launch.threadgroup[axis] - 1) / launch.threadgroup[axis];
-  for (group[2] = 0; group[2] < groups[2]; group[2]++)
-    for (group[1] = 0; group[1] < groups[1]; group[1]++)
-      for (group[0] = 0; group[0] < groups[0]; group[0]++) {
-        for (int axis = 0; axis < 3; axis++) {
-          const u32 left = launch.grid[axis] - group[axis] * launch.threadgroup[axis];
-          launch.size[axis] = left < launch.threadgroup[axis] ? left : launch.threadgroup[axis];
-        }
-        run_group();
-        launch.outcome->groups++, launch.outcome->threads += launch.threads;
-      }
-  for (u32 i = 0; i < count; i++) {
-    Slot& slot = slots[i];
-    if (slot.kind != kOutput) continue;
-    memcpy(buffers[i].data, (void*)slot.begin, slot.bytes);
-    if (slot.initialised || buffers[i].may_stay_unwritten) continue;
-    for (u64 byte = 0; byte < slot.bytes; byte++)
-      if (!slot.cells[byte].write_group) {
-        char where[300];
-        describe_slot(where, sizeof where, slot, slot.begin + byte, slot.element_bytes);
-        fail(kUnwritten, 0, "left unwritten: %s", where);
-      }
-  }
-}
-
-extern "C" int shim_launch(void (*entry)(void* const*), Buffer* buffers, u32 count, const u32* grid, const u32* threadgroup,
-                           const Limits* limits, Outcome* outcome) {
-  memset(&launch, 0, sizeof launch);
-  memset(simdgroups, 0, sizeof simdgroups);
-  memset(fibres, 0, sizeof fibres);
-  current = nullptr, failed_at = 0;
-  launch.entry = entry, launch.limits = *limits, launch.outcome = outcome;
-  memcpy(launch.grid, grid, sizeof launch.grid);
-  memcpy(launch.threadgroup, threadgroup, sizeof launch.threadgroup);
-  owner = pthread_self();
-  constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGVTALRM};
-  struct sigaction before[3], action;
-  memset(&action, 0, sizeof action);
-  action.sa_sigaction = on_signal, action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  stack_t handler_stack = {}, stack_before;
-  handler_stack.ss_size = 64 << 10, handler_stack.ss_sp = malloc(handler_stack.ss_size);
-  sigaltstack(&handler_stack, &stack_before);
-  for (int i = 0; i < 3; i++) sigaction(kSignals[i], &action, &before[i]);
-  struct itimerval timer = {}, timer_before;
-  timer.it_value.tv_sec = limits->seconds;
-  setitimer(ITIMER_VIRTUAL, &timer, &timer_before);
-  if (sigsetjmp(out, 1) == 0) {
-    prepare(buffers, count);
-    run_grid(buffers, count);
-  }
-  setitimer(ITIMER_VIRTUAL, &timer_before, nullptr);
-  for (int i = 0; i < 3; i++) sigaction(kSignals[i], &before[i], nullptr);
-  sigaltstack(&stack_before, nullptr);
-  free(handler_stack.ss_sp);
-  for (Slot& slot : slots) free(slot.cells), free(slot.loaded_by), slot.cells = nullptr, slot.loaded_by = nullptr;
-  if (fibres[0].stack) munmap(fibres[0].stack, (kStackBytes + kPage) * kMaxThreads);
-  if (reserve) munmap((void*)reserve, kSlotBytes * kSlots);
-  reserve = 0;
-  return outcome->fault;
 }
