@@ -28,8 +28,8 @@ _HERE = Path(__file__).parent
 _COMMON = ["-std=c++20", "-Wno-everything", "-Wno-reserved-user-defined-literal", "-ferror-limit=5", "-nostdinc++"]
 _COMMON += ["-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-fsigned-char", "-fno-stack-protector"]
 _COMMON += ["-U_FORTIFY_SOURCE"]
-# Redundant loads in straight-line code may merge, as on a GPU; nothing is vectorised, so an access keeps the width
-# the source gives it.
+# Redundant loads in straight-line code may merge, as on a GPU; nothing is vectorised, and a vector of which one element
+# is used is not narrowed to it, so an access keeps the width the source gives it.
 _KERNEL = ["-O1", "-fno-vectorize", "-fno-slp-vectorize", "-fno-threadsafe-statics", "-gline-tables-only", "-gdwarf-4"]
 # Private variables nobody has set are refused where the compiler sees it and not a number where it does not; half
 # rounds after each operation.
@@ -37,7 +37,7 @@ _KERNEL += ["-Werror=uninitialized", "-Werror=sometimes-uninitialized", "-Werror
 _KERNEL += ["-ftrivial-auto-var-init=pattern", "-Xclang", "-ffloat16-excess-precision=none"]
 _CHECKS = ["thread", "array-bounds", "alignment", "null", "shift-exponent", "integer-divide-by-zero", "unreachable"]
 _CHECKS += ["return"]
-_PASSES = ["-tsan-instrument-func-entry-exit=0", "-tsan-instrument-read-before-write=1"]
+_PASSES = ["-tsan-instrument-func-entry-exit=0", "-tsan-instrument-read-before-write=1", "-disable-vector-combine"]
 _BATCH = 6  # kernels in one translation unit: more share the headers, fewer spread over the cores
 
 

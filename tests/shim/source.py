@@ -101,7 +101,7 @@ def generated_program(text: str) -> Program:
     instantiation = re.search(r"\[\[host_name\(\"\w+\"\)\]\] \[\[kernel\]\] decltype\((.*?)\)(?= \w+\b)", text)
     if instantiation:
         return Program(text, instantiation[1])
-    found = re.findall(r"^\[\[kernel\]\] void (\w+)\(", text, re.M)
+    found = re.findall(r"^[ \t]*\[\[kernel\]\] void (\w+)\(", text, re.M)
     return Program(text, found[-1])
 
 

@@ -93,6 +93,7 @@ static void on_signal(int number, siginfo_t* info, void*) {
     return;
   }
   if (number == SIGVTALRM) fail(kTooLong, 0, "still running after %u seconds of processor time", launch.limits.seconds);
+  if (number == SIGFPE || number == SIGILL) fail(kUndefined, 0, "the processor refuses an instruction (division overflow?)");
   fail(kWildPointer, 0, "wild pointer or full stack (address %p)", info->si_addr);
 }
 
@@ -157,14 +158,14 @@ extern "C" int shim_launch(void (*entry)(void* const*), Buffer* buffers, u32 cou
   memcpy(launch.grid, grid, sizeof launch.grid);
   memcpy(launch.threadgroup, threadgroup, sizeof launch.threadgroup);
   owner = pthread_self();
-  constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGVTALRM};
-  struct sigaction before[3], action;
+  constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGVTALRM}, kCount = 5;
+  struct sigaction before[kCount], action;
   memset(&action, 0, sizeof action);
   action.sa_sigaction = on_signal, action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   stack_t handler_stack = {}, stack_before;
   handler_stack.ss_size = 64 << 10, handler_stack.ss_sp = malloc(handler_stack.ss_size);
   sigaltstack(&handler_stack, &stack_before);
-  for (int i = 0; i < 3; i++) sigaction(kSignals[i], &action, &before[i]);
+  for (int i = 0; i < kCount; i++) sigaction(kSignals[i], &action, &before[i]);
   struct itimerval timer = {}, timer_before;
   timer.it_value.tv_sec = limits->seconds;
   setitimer(ITIMER_VIRTUAL, &timer, &timer_before);
@@ -173,7 +174,7 @@ extern "C" int shim_launch(void (*entry)(void* const*), Buffer* buffers, u32 cou
     run_grid(buffers, count);
   }
   setitimer(ITIMER_VIRTUAL, &timer_before, nullptr);
-  for (int i = 0; i < 3; i++) sigaction(kSignals[i], &before[i], nullptr);
+  for (int i = 0; i < kCount; i++) sigaction(kSignals[i], &before[i], nullptr);
   sigaltstack(&stack_before, nullptr);
   free(handler_stack.ss_sp);
   for (Slot& slot : slots) free(slot.cells), free(slot.loaded_by), slot.cells = nullptr, slot.loaded_by = nullptr;
