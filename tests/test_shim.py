@@ -225,6 +225,8 @@ def test_endless_loop() -> None:
 
 
 def test_messages_show_the_line() -> None:
+    with pytest.raises(shim.OutOfBounds, match=r"\n  line \d+: simdgroup_load\(m, x \+ i\);"):
+        run(launch("simdgroup_float8x8 m;\nint i = n[0];\nsimdgroup_load(m, x + i);\nsimdgroup_store(m, out);"))
     with pytest.raises(shim.OutOfBounds, match=r"\n  line \d+: s \+= x\[t \+ j\];"):
         run(launch(HEAD + "float s = 0;\nfor (int j = 0; j < 3; j++) {\n  s += x[t + j];\n}\nout[t] = s;"))
 

@@ -57,7 +57,7 @@ class Launch:
         for array in inputs:
             name = given[position].name
             data, strides = _bytes_of(array, self.ensure_row_contiguous)
-            about = {
+            about: dict[str, Any] = {
                 f"{name}_shape": np.array(array.shape, np.int32),
                 f"{name}_strides": np.array(strides, np.int64),
                 f"{name}_ndim": np.array(array.ndim, np.int32),
@@ -132,7 +132,7 @@ class Buffer:
 def _bytes_of(array: mx.array, contiguous: bool) -> tuple[bytes, list[int]]:
     """The bytes a kernel finds, and the strides in elements."""
     plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-    values = np.asarray(plain)
+    values: Any = np.asarray(plain)
     if not contiguous and not values.flags.c_contiguous:
         raise BadLaunch("ensure_row_contiguous=False with an input that is not contiguous is not supported")
     strides, step = [], 1

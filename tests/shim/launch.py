@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -132,6 +133,7 @@ class _Outcome(ctypes.Structure):
         *[(n, ctypes.c_uint32) for n in ("groups", "threads", "threadgroup_bytes")],
         *[(n, ctypes.c_uint64) for n in ("threadgroup_loaded", "threadgroup_stored")],
         ("line", ctypes.c_uint32),
+        ("simd_line", ctypes.c_uint32),
         ("site", ctypes.c_uint64),
         ("message", ctypes.c_char * 1000),
     ]
@@ -174,25 +176,29 @@ def _call(
             ctypes.byref(outcome),
         )
     if outcome.fault:
-        line = outcome.line or line_of(path, outcome.site, launch.program.function) or 0
-        raise FAULTS[outcome.fault - 1](_message(launch.program, outcome.message.decode(), line))
+        raise FAULTS[outcome.fault - 1](_message(launch.program, outcome, path))
     outputs = [_array(data[n].raw[: len(b.data)], b.output) for n, b in sorted(buffers.items()) if b.output]
     traffic = {
         buffers[number].name: Traffic(
-            parameter.space,
-            len(buffers[number].data),
-            *(getattr(table[number], n) for n in ("loaded", "stored", "distinct_loaded", "distinct_stored")),
-            table[number].loaded_per_threadgroup,
+            space=parameter.space,
+            nbytes=len(buffers[number].data),
+            loaded=table[number].loaded,
+            stored=table[number].stored,
+            distinct_loaded=table[number].distinct_loaded,
+            distinct_stored=table[number].distinct_stored,
+            loaded_per_threadgroup=table[number].loaded_per_threadgroup,
         )
         for number, parameter in spaces.items()
         if number in buffers
     }
     report = Report(
-        launch.program.function,
-        traffic,
-        *(getattr(outcome, n) for n in ("groups", "threads", "threadgroup_bytes")),
-        outcome.threadgroup_loaded,
-        outcome.threadgroup_stored,
+        kernel=launch.program.function,
+        buffers=traffic,
+        threadgroups=outcome.groups,
+        threads=outcome.threads,
+        threadgroup_bytes=outcome.threadgroup_bytes,
+        threadgroup_loaded=outcome.threadgroup_loaded,
+        threadgroup_stored=outcome.threadgroup_stored,
     )
     return Result(outputs, report)
 
@@ -215,8 +221,14 @@ def _row(parameter: Parameter, buffer: Buffer | None, data: Any, may_stay_unwrit
     )
 
 
-def _message(program: Program, text: str, line: int) -> str:
-    lines = program.text.splitlines()
+def _message(program: Program, outcome: _Outcome, path: Path) -> str:
+    """What the detector said, with the line of the source where it is known."""
+    text, lines, line = outcome.message.decode(), program.text.splitlines(), outcome.line
+    file, found = line_of(path, outcome.site) or ("", 0)
+    if file == program.function:
+        line = found
+    elif file == "shim_matrix.h":
+        line = outcome.simd_line
     if not 0 < line <= len(lines):
         return f"{program.function}: {text}"
     shown = re.sub(r"\s+", " ", lines[line - 1].strip())

@@ -1,6 +1,6 @@
 """Finds the source line of an address, from the line table (DWARF 4) of a shared object in ELF form.
 
-Elsewhere, or where the code came from one of the shim's own headers, there is no answer: None.
+Elsewhere there is no answer: None.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def line_of(path: Path, site: int, file: str) -> int | None:
-    """The line of the call that returns to `site` (relative to the image's start), if it is in `file`."""
+def line_of(path: Path, site: int) -> tuple[str, int] | None:
+    """File and line of the call that returns to `site` (relative to the image's start)."""
     data = path.read_bytes()
     if site == 0 or data[:5] != b"\x7fELF\x02":
         return None
@@ -19,7 +19,7 @@ def line_of(path: Path, site: int, file: str) -> int | None:
     before: tuple[int, int, str] | None = None
     for row in _rows(table):
         if before is not None and before[0] < site <= row[0]:
-            return before[1] if before[2] == file else None
+            return before[2], before[1]
         before = row if row[1] else None  # 0 ends a sequence
     return None
 

@@ -25,7 +25,7 @@ static u32 coordinate(u32 index, int axis) {
 void fail(Fault fault, u32 line, const char* format, ...) {
   Outcome& outcome = *launch.outcome;
   Dl_info image;
-  outcome.fault = fault, outcome.line = line;
+  outcome.fault = fault, outcome.line = line, outcome.simd_line = current ? current->line : 0;
   if (failed_at && dladdr((void*)launch.entry, &image)) outcome.site = failed_at - (u64)image.dli_fbase;
   int n = 0;
   if (current)

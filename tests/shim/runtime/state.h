@@ -51,7 +51,7 @@ struct Outcome {
   int fault;
   u32 groups, threads, threadgroup_bytes;
   u64 threadgroup_loaded, threadgroup_stored;
-  u32 line;
+  u32 line, simd_line;  // simd_line: of the thread's latest simdgroup operation
   u64 site;
   char message[1000];
 };

@@ -66,6 +66,7 @@ extern "C" void shim_simd(const void* in, u32 in_bytes, void* result, u32 result
                           void (*combine)(const void*, void*, u32)) {
   Simdgroup& simdgroup = simdgroups[current->simdgroup];
   const u32 side = current->simd_operations++ & 1, lane = current->lane;
+  current->line = line;
   if (simdgroup.arrived == 0) {
     simdgroup.operation = operation, simdgroup.line = line;
   } else if (simdgroup.line != line || strcmp(simdgroup.operation, operation)) {
@@ -80,7 +81,7 @@ extern "C" void shim_simd(const void* in, u32 in_bytes, void* result, u32 result
     Fibre* lanes = &fibres[current->simdgroup * kLanes];
     for (u32 i = 0; i < simdgroup.lanes; i++) lanes[i].state = kRunning;
   } else {
-    current->state = kAtSimd, current->operation = operation, current->line = line;
+    current->state = kAtSimd, current->operation = operation;
     simdgroup.ready &= ~(u32(1) << lane);
     yield();
   }
