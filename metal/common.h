@@ -67,13 +67,13 @@ inline float4 load4(const device float* from) { return *(const device float4*)(f
 inline float4 load4(const device half* from) { return float4(*(const device half4*)(from)); }
 inline float4 load4(const device int8_t* from) { return float4(*(const device char4*)(from)); }
 inline float4 load4(const device bfloat16_t* from) {
-  return as_type<float4>(uint4(*(const device ushort4*)(from)) << 16);
+  return as_type<float4>(uint4(*(const device ushort4*)(from)) << uint4(16));
 }
 inline float2 load2(const device float* from) { return *(const device float2*)(from); }
 inline float2 load2(const device half* from) { return float2(*(const device half2*)(from)); }
 inline float2 load2(const device int8_t* from) { return float2(*(const device char2*)(from)); }
 inline float2 load2(const device bfloat16_t* from) {
-  return as_type<float2>(uint2(*(const device ushort2*)(from)) << 16);
+  return as_type<float2>(uint2(*(const device ushort2*)(from)) << uint2(16));
 }
 
 // N neighbouring elements as float; N is 2 or a multiple of 4, and `from` a multiple of min(N, 4) elements.

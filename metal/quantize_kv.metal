@@ -1,18 +1,20 @@
 // quantize_kv: keys rotated and divided by their channels' divisors, then keys and values to INT8 with one scale each.
-// One simdgroup per row and kv head; a lane has every 32nd channel. keys, values (batch, kv_heads, n, D).
-constexpr int SIMDGROUPS = 4;
+// One simdgroup per row and kv head, those of a threadgroup for one row: they share its angles. A lane has every 32nd
+// channel. keys, values (batch, kv_heads, n, D).
+// Threadgroup (32, simdgroups, 1); groups (1, enough for all kv heads, batch * n).
 constexpr int CHANNELS = (D + 31) / 32;  // per lane
 const int lane = int(thread_index_in_simdgroup);
 const int kv_heads = keys_shape[1];
 const int rows = keys_shape[2];
-const int row = int(threadgroup_position_in_grid.y) * SIMDGROUPS + int(simdgroup_index_in_threadgroup);
-if (row >= rows) {
+const int kv_head = int(thread_position_in_grid.y);
+if (kv_head >= kv_heads) {
   return;
 }
-const int sequence_head = int(threadgroup_position_in_grid.z);  // batch * kv_heads
-const size_t token = size_t(sequence_head) * rows + row;
-const size_t angles = (size_t(sequence_head / kv_heads) * rows + row) * D;
-const size_t channels = size_t(sequence_head % kv_heads) * D;
+const int sequence = int(thread_position_in_grid.z) / rows;
+const int row = int(thread_position_in_grid.z) % rows;
+const size_t token = (size_t(sequence) * kv_heads + kv_head) * rows + row;
+const size_t angles = (size_t(sequence) * rows + row) * D;
+const size_t channels = size_t(kv_head) * D;
 
 float key[CHANNELS];
 float value[CHANNELS];

@@ -49,8 +49,8 @@ class Kernel:
     outputs: tuple[str, ...]
 
     @functools.cached_property
-    def function(self) -> Callable[..., Any]:
-        """What `mx.fast.metal_kernel` makes of it; compiled per variant at its first launch."""
+    def function(self) -> Any:
+        """The callable `mx.fast.metal_kernel` makes of it; compiled per variant at its first launch."""
         sources = folder("metal")
         return mx.fast.metal_kernel(
             name=self.name,
@@ -138,8 +138,7 @@ def attention_variants(
     combine = Variant(COMBINE, (("D", head_dim), ("T", dtype)))
     if (kernel or default_kernel(head_dim, queries)) == "tile":
         return Variant(TILE, (("D", head_dim), ("S", storage))), combine
-    per_tile = -(-queries // -(-queries // _most_queries(head_dim)))
-    held = 1 << (per_tile - 1).bit_length()
+    held = _held_queries(head_dim, queries)
     return Variant(VECTOR, (("D", head_dim), ("S", storage), ("QUERIES", held))), combine
 
 
@@ -163,8 +162,14 @@ def default_kernel(head_dim: int, queries: int) -> AttentionKernel:
 
 
 def _most_queries(head_dim: int) -> int:
-    """Queries that a pass of the vector kernel holds in registers."""
+    """Queries that a pass of the vector kernel can hold in registers."""
     return 8 if head_dim <= 128 else 4
+
+
+def _held_queries(head_dim: int, queries: int) -> int:
+    """Those it does hold: few powers of two, so that there are few variants."""
+    tiles = -(-queries // _most_queries(head_dim))
+    return 1 << (-(-queries // tiles) - 1).bit_length()
 
 
 def quantize_kv(
@@ -179,12 +184,13 @@ def quantize_kv(
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """See `reference.quantize_kv`."""
     batch, kv_heads, rows, head_dim = keys.shape
+    simdgroups = min(kv_heads, 8)
     quantized_keys, key_scales, quantized_values, value_scales = execute(
         Launch(
             variant=quantize_variant(head_dim, keys.dtype, interleaved),
             inputs=(keys, values.astype(keys.dtype), cosines, sines, divisors),
-            grid=(32, -(-rows // 4) * 4, batch * kv_heads),
-            threadgroup=(32, 4, 1),
+            grid=(32, -(-kv_heads // simdgroups) * simdgroups, batch * rows),
+            threadgroup=(32, simdgroups, 1),
             output_shapes=(keys.shape, keys.shape[:3]) * 2,
             output_dtypes=(mx.int8, mx.float16) * 2,
         )
@@ -215,14 +221,13 @@ def paged_attention(
     queries = heads // kv_heads * rows
     kind = kernel or default_kernel(head_dim, queries)
     variant, combine = attention_variants(head_dim, keys.dtype, dtype, queries, kind)
-    simdgroups, tiles = tile_layout(head_dim, queries) if kind == "tile" else vector_layout(variant, queries)
+    simdgroups, tiles = layout(kind, head_dim, queries)
     if splits is None:
-        page_bytes = 2 * PAGE * (head_dim * keys.itemsize + (0 if key_scales is None else 2))
         held = min(pages.shape[1], -(-longest // PAGE))
-        splits = split_count(held, tiles * batch * kv_heads, page_bytes, -(-queries // tiles) * head_dim * 4)
+        splits = split_count(kind, head_dim, keys.dtype, batch * kv_heads, queries, held)
     parts = (batch, heads, rows, splits)
     if pages.size < _LEAST_ELEMENTS:
-        pages = mx.pad(pages, ((0, 0), (0, _LEAST_ELEMENTS - pages.shape[1])))
+        pages = mx.pad(pages, [(0, 0), (0, _LEAST_ELEMENTS - pages.shape[1])])
     assert state.shape == (batch, STATE_COLUMNS)
     scales = (_no_scales(), _no_scales()) if key_scales is None or value_scales is None else (key_scales, value_scales)
     partials, maxima, sums = execute(
@@ -254,20 +259,24 @@ def _no_scales() -> mx.array:
     return mx.zeros((_LEAST_ELEMENTS,), dtype=mx.float16)
 
 
-def vector_layout(variant: Variant, queries: int) -> tuple[int, int]:
-    """Simdgroups of a threadgroup, and tiles of queries."""
-    return 4, -(-queries // dict(variant.template)["QUERIES"])
-
-
-def tile_layout(head_dim: int, queries: int) -> tuple[int, int]:
-    """Simdgroups of a threadgroup, and tiles of queries. Those without queries of their own help with the staging."""
+def layout(kernel: AttentionKernel, head_dim: int, queries: int) -> tuple[int, int]:
+    """Simdgroups of a threadgroup, and tiles that the queries of a kv head are cut into."""
+    if kernel == "vector":
+        return 4, -(-queries // _held_queries(head_dim, queries))
     simdgroups_per_eight = 1 if head_dim <= 128 else 2
     tiles = -(-queries // (64 // simdgroups_per_eight))
+    # Simdgroups without queries of their own help to stage keys and values.
     return max(4, -(-queries // (8 * tiles)) * simdgroups_per_eight), tiles
 
 
-def split_count(pages: int, threadgroups: int, page_bytes: int, query_bytes: int) -> int:
-    """Into how many splits `pages` visible pages are cut, `threadgroups` being what one split gives the GPU to run."""
+def split_count(
+    kernel: AttentionKernel, head_dim: int, storage: mx.Dtype, sequence_heads: int, queries: int, pages: int
+) -> int:
+    """Into how many splits `pages` visible pages are cut; `sequence_heads` is sequences times kv heads."""
+    _, tiles = layout(kernel, head_dim, queries)
+    page_bytes = 2 * PAGE * (head_dim * storage.size + (2 if storage == mx.int8 else 0))
+    query_bytes = -(-queries // tiles) * head_dim * 4
     frugal = int(_QUERY_SHARE * pages * page_bytes / query_bytes)
+    threadgroups = tiles * sequence_heads
     wanted = max(-(-_FEW // threadgroups), min(frugal, -(-_MANY // threadgroups)))
     return max(1, min(pages, wanted))
