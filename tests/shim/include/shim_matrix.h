@@ -3,6 +3,7 @@
 #pragma once
 
 extern "C" void shim_lane_layout(uint line);
+extern "C" void shim_product(const float* a, const float* b, const float* c, float* out);
 
 namespace shim {
 constexpr uint matrix_place(uint lane, uint item) { return ((2 * lane + item) * 37 + 11) % 64; }  // row * 8 + column
@@ -84,15 +85,13 @@ void simdgroup_multiply_accumulate(simdgroup_matrix<T, 8, 8>& d, simdgroup_matri
       In{{a.shim_held[0], a.shim_held[1]}, {b.shim_held[0], b.shim_held[1]}, {c.shim_held[0], c.shim_held[1]}},
       "simdgroup_multiply_accumulate", line, [](const In* in, Out* out, uint n) SHIM_PLAIN {
         if (n != 32) shim_misuse("a simdgroup matrix needs all 32 lanes", 0);
-        float a[64], b[64];
-        for (uint i = 0; i < 64; i++) a[shim::matrix_place(i / 2, i % 2)] = float(in[i / 2].a[i % 2]);
-        for (uint i = 0; i < 64; i++) b[shim::matrix_place(i / 2, i % 2)] = float(in[i / 2].b[i % 2]);
+        float a[64], b[64], c[64], d[64];
         for (uint i = 0; i < 64; i++) {
-          const uint place = shim::matrix_place(i / 2, i % 2), row = place / 8, column = place % 8;
-          float sum = float(in[i / 2].c[i % 2]);
-          for (uint k = 0; k < 8; k++) sum += a[row * 8 + k] * b[k * 8 + column];
-          out[i / 2].d[i % 2] = T(sum);
+          const uint place = shim::matrix_place(i / 2, i % 2);
+          a[place] = float(in[i / 2].a[i % 2]), b[place] = float(in[i / 2].b[i % 2]), c[place] = float(in[i / 2].c[i % 2]);
         }
+        shim_product(a, b, c, d);
+        for (uint i = 0; i < 64; i++) out[i / 2].d[i % 2] = T(d[shim::matrix_place(i / 2, i % 2)]);
       });
   d.shim_held[0] = out.d[0], d.shim_held[1] = out.d[1];
 }

@@ -46,13 +46,25 @@ extern "C" void* shim_threadgroup(u32 id, const char* name, u64 bytes, u32 eleme
     const u64 begin = reserve + (kDeviceSlots + id) * kSlotBytes + kMiddle;
     if (bytes > (u64(1) << 20)) fail(kTooMuchMemory, 0, "threadgroup array '%s' has %llu bytes", name, (unsigned long long)bytes);
     mmap((void*)begin, (bytes + kPage - 1) / kPage * kPage, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANON, -1, 0);
-    slot = {begin, bytes, name, element_bytes, kThreadgroup, 0, (Cell*)calloc(bytes, sizeof(Cell)), nullptr, nullptr};
+    slot = {begin, bytes, name, element_bytes, kThreadgroup, 0, 0, nullptr, nullptr, nullptr};
+    track(slot);
     launch.outcome->threadgroup_bytes += u32((bytes + 15) / 16 * 16);
     if (launch.outcome->threadgroup_bytes > launch.limits.threadgroup_bytes)
       fail(kTooMuchMemory, 0, "%u bytes of threadgroup memory with array '%s'; at most %u", launch.outcome->threadgroup_bytes,
            name, launch.limits.threadgroup_bytes);
   }
   return (void*)slot.begin;
+}
+
+// out = a b + c of 8x8 matrices, row by row.
+extern "C" void shim_product(const float* a, const float* b, const float* c, float* out) {
+  for (u32 row = 0; row < 8; row++) {
+    float sum[8];
+    for (u32 column = 0; column < 8; column++) sum[column] = c[row * 8 + column];
+    for (u32 k = 0; k < 8; k++)
+      for (u32 column = 0; column < 8; column++) sum[column] += a[row * 8 + k] * b[k * 8 + column];
+    for (u32 column = 0; column < 8; column++) out[row * 8 + column] = sum[column];
+  }
 }
 
 extern "C" void shim_lane_layout(u32 line) {
@@ -101,7 +113,7 @@ static void prepare(Buffer* buffers, u32 count) {
   void* space = mmap(nullptr, kSlotBytes * kSlots, PROT_NONE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
   if (space == MAP_FAILED) fail(kBadCall, 0, "cannot reserve address space");
   reserve = (u64)space;
-  for (u32 i = 0; i < kSlots; i++) slots[i] = {reserve + i * kSlotBytes + kMiddle, 0, "(no buffer)", 1, kInput, 0, nullptr, nullptr, nullptr};
+  for (u32 i = 0; i < kSlots; i++) slots[i] = {reserve + i * kSlotBytes + kMiddle, 0, "(no buffer)", 1, kInput, 0, 0, nullptr, nullptr, nullptr};
   u8* stacks = (u8*)mmap(nullptr, (kStackBytes + kPage) * kMaxThreads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
   if (stacks == MAP_FAILED) fail(kBadCall, 0, "cannot reserve thread stacks");
   for (u32 i = 0; i < kMaxThreads; i++) fibres[i].stack = stacks + i * (kStackBytes + kPage);
@@ -116,8 +128,7 @@ static void prepare(Buffer* buffers, u32 count) {
     if (!buffer.bytes) continue;
     mmap((void*)slot.begin, (buffer.bytes + kPage - 1) / kPage * kPage, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANON, -1, 0);
     memcpy((void*)slot.begin, buffer.data, buffer.bytes);
-    slot.loaded_by = (u32*)calloc(buffer.bytes, sizeof(u32));
-    if (buffer.kind == kOutput) slot.cells = (Cell*)calloc(buffer.bytes, sizeof(Cell));
+    track(slot);
   }
 }
 
@@ -140,7 +151,7 @@ static void run_grid(Buffer* buffers, u32 count) {
     memcpy(buffers[i].data, (void*)slot.begin, slot.bytes);
     if (slot.initialised || buffers[i].may_stay_unwritten) continue;
     for (u64 byte = 0; byte < slot.bytes; byte++)
-      if (!slot.cells[byte].write_group) {
+      if (!slot.cells[byte >> slot.shift].write_group) {
         char where[300];
         describe_slot(where, sizeof where, slot, slot.begin + byte, slot.element_bytes);
         fail(kUnwritten, 0, "left unwritten: %s", where);

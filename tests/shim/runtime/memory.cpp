@@ -3,6 +3,7 @@
 // A load that the optimiser proved redundant or unused is not there any more, and is neither counted nor checked.
 #include "state.h"
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 int describe_slot(char* text, size_t size, const Slot& slot, u64 address, u32 bytes) {
@@ -13,6 +14,31 @@ int describe_slot(char* text, size_t size, const Slot& slot, u64 address, u32 by
   return snprintf(text, size, "%u bytes at index %lld of %s '%s' (%llu elements of %u bytes)", bytes, index,
                   kinds[slot.kind], slot.name ? slot.name : "?", (unsigned long long)(slot.bytes / slot.element_bytes),
                   slot.element_bytes);
+}
+
+// Starts to keep account of a slot, in granules of 4 bytes if it is made of whole ones.
+void track(Slot& slot) {
+  slot.shift = u32(__builtin_ctzll(slot.bytes | 4));
+  if (slot.kind >= kOutput) slot.cells = (Cell*)calloc(slot.bytes >> slot.shift, sizeof(Cell));
+  if (slot.buffer) slot.loaded_by = (u32*)calloc(slot.bytes >> slot.shift, sizeof(u32));
+}
+
+// Smaller granules from now on; what was known of the larger holds for each part.
+static void refine(Slot& slot, u32 shift) {
+  Cell* cells = slot.cells;
+  u32* loaded_by = slot.loaded_by;
+  const u64 count = slot.bytes >> shift;
+  const u32 ratio = slot.shift - shift;
+  if (cells) {
+    slot.cells = (Cell*)malloc(count * sizeof(Cell));
+    for (u64 i = 0; i < count; i++) slot.cells[i] = cells[i >> ratio];
+  }
+  if (loaded_by) {
+    slot.loaded_by = (u32*)malloc(count * sizeof(u32));
+    for (u64 i = 0; i < count; i++) slot.loaded_by[i] = loaded_by[i >> ratio];
+  }
+  free(cells), free(loaded_by);
+  slot.shift = shift;
 }
 
 static u64 site;  // return address of the latest access
@@ -33,16 +59,16 @@ inline bool ordered(const Access& now, u16 thread, u32 epoch, u32 simd_epoch) {
 }
 
 void store(Slot& slot, u64 address, u32 bytes, const Access& now, bool atomic) {
-  Cell* cell = slot.cells + (address - slot.begin);
+  Cell* cell = slot.cells + ((address - slot.begin) >> slot.shift);
   const bool shared = slot.kind == kThreadgroup;
-  for (u32 i = 0; i < bytes; i++, cell++) {
+  for (u32 i = 0; i < bytes >> slot.shift; i++, cell++) {
     if (cell->write_group == launch.serial) {
       if (!ordered(now, cell->write_thread, cell->write_epoch, cell->write_simd_epoch) && !(atomic && cell->written_atomically))
         refuse(kRace, slot, address, bytes, "data race: store after a store by thread %u with no barrier between", cell->write_thread);
     } else if (!shared && cell->write_group && !(atomic && cell->written_atomically)) {
       refuse(kRace, slot, address, bytes, "data race: store after a store by another threadgroup");
     } else if (!shared && !cell->write_group && slot.buffer) {
-      slot.buffer->distinct_stored++;
+      slot.buffer->distinct_stored += 1 << slot.shift;
     }
     if (cell->read_group == launch.serial) {
       const bool many = cell->read_epoch == now.epoch && (cell->read_simdgroup == kMany ||
@@ -62,9 +88,9 @@ void store(Slot& slot, u64 address, u32 bytes, const Access& now, bool atomic) {
 }
 
 void load(Slot& slot, u64 address, u32 bytes, const Access& now, bool atomic) {
-  Cell* cell = slot.cells + (address - slot.begin);
+  Cell* cell = slot.cells + ((address - slot.begin) >> slot.shift);
   const bool shared = slot.kind == kThreadgroup;
-  for (u32 i = 0; i < bytes; i++, cell++) {
+  for (u32 i = 0; i < bytes >> slot.shift; i++, cell++) {
     if (cell->write_group == launch.serial) {
       if (!ordered(now, cell->write_thread, cell->write_epoch, cell->write_simd_epoch) && !(atomic && cell->written_atomically))
         refuse(kRace, slot, address, bytes, "data race: load after a store by thread %u with no barrier between", cell->write_thread);
@@ -101,15 +127,15 @@ void count_loaded(Slot& slot, u64 address, u32 bytes) {
     return;
   }
   slot.buffer->loaded += bytes;
-  u32* stamp = slot.loaded_by + (address - slot.begin);
+  u32* stamp = slot.loaded_by + ((address - slot.begin) >> slot.shift);
   u32 in_group = 0, ever = 0;
-  for (u32 i = 0; i < bytes; i++) {
+  for (u32 i = 0; i < bytes >> slot.shift; i++) {
     in_group += stamp[i] != launch.serial;
     ever += stamp[i] == 0;
     stamp[i] = launch.serial;
   }
-  slot.buffer->loaded_per_threadgroup += in_group;
-  slot.buffer->distinct_loaded += ever;
+  slot.buffer->loaded_per_threadgroup += in_group << slot.shift;
+  slot.buffer->distinct_loaded += ever << slot.shift;
 }
 
 // Not in a slot: the thread's own stack, or constants of the kernel's file.
@@ -135,6 +161,7 @@ static void access(const void* pointer, u32 bytes, u32 alignment, u32 write, u32
     refuse(kOutOfBounds, slot, address, bytes, write ? "store out of bounds" : "load out of bounds");
   if (address & (alignment - 1))
     refuse(kMisaligned, slot, address, bytes, write ? "misaligned store, not a multiple of %u bytes" : "misaligned load, not a multiple of %u bytes", alignment);
+  if ((at | bytes) & ((u64(1) << slot.shift) - 1)) refine(slot, u32(__builtin_ctzll(at | bytes)));
   if (slot.kind < kOutput) {
     if (write) refuse(kReadOnly, slot, address, bytes, "store to an input");
     return count_loaded(slot, address, bytes);

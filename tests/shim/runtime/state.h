@@ -25,7 +25,7 @@ enum Fault : int {
   kTooMuchMemory, kUndefined, kWildPointer, kLaneLayout, kTooLong, kBadCall,
 };
 
-// One byte of writable memory: who wrote and who read it last, and in which barrier interval. An access is ordered
+// One granule of writable memory: who wrote and who read it last, and in which barrier interval. An access is ordered
 // after an earlier one if a barrier that orders this memory lies between them for both threads.
 struct Cell {
   u32 write_group, write_epoch, write_simd_epoch;
@@ -60,8 +60,9 @@ struct Slot {
   u64 begin, bytes;
   const char* name;
   u32 element_bytes, kind, initialised;
-  Cell* cells;     // outputs and threadgroup arrays
-  u32* loaded_by;  // per byte: serial of the last threadgroup that loaded it
+  u32 shift;       // a granule is 1 << shift bytes: 4, or fewer from the first access that is not made of whole ones
+  Cell* cells;     // per granule, of outputs and threadgroup arrays
+  u32* loaded_by;  // per granule, of buffers: serial of the last threadgroup that loaded it
   Buffer* buffer;
 };
 
@@ -101,5 +102,6 @@ extern u64 failed_at;
 
 [[noreturn]] void fail(Fault fault, u32 line, const char* format, ...) __attribute__((format(printf, 3, 4)));
 void run_group();
+void track(Slot& slot);
 int describe_slot(char* text, size_t size, const Slot& slot, u64 address, u32 bytes);
 extern "C" void shim_access(const void* address, u32 bytes, u32 alignment, u32 write, u32 atomic);
