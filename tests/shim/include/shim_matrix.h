@@ -3,11 +3,11 @@
 #pragma once
 
 extern "C" void shim_lane_layout(uint line);
+extern "C" uint shim_lane();
 extern "C" void shim_product(const float* a, const float* b, const float* c, float* out);
 
 namespace shim {
-constexpr uint matrix_place(uint lane, uint item) { return ((2 * lane + item) * 37 + 11) % 64; }  // row * 8 + column
-inline uint lane() { return shim_attribute(8).x; }
+constexpr METAL_FUNC uint matrix_place(uint lane, uint item) { return ((2 * lane + item) * 37 + 11) % 64; }  // row * 8 + column
 struct matrix_call { const volatile void* at; ulong stride; uint transposed; };
 // All lanes must pass the same memory; also a point where all lanes meet.
 inline void agree(matrix_call call, const char* operation, uint line) {
@@ -29,7 +29,7 @@ template <class T, int Columns, int Rows> struct simdgroup_matrix {
   T shim_held[2];
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T diagonal) {
-    for (uint i = 0; i < 2; i++) shim_held[i] = shim::matrix_place(shim::lane(), i) % 9 == 0 ? diagonal : T(0);
+    for (uint i = 0; i < 2; i++) shim_held[i] = shim::matrix_place(shim_lane(), i) % 9 == 0 ? diagonal : T(0);
   }
   vec<T, 2>& thread_elements(uint line = __builtin_LINE()) {
     shim_lane_layout(line);
@@ -52,24 +52,24 @@ template <class T, int C, int R> simdgroup_matrix<T, C, R> make_diagonal_simdgro
 // Element (row, column) is at (origin.y + row) * elements_per_row + origin.x + column.
 #define SHIM_MATRIX_MEMORY(space)                                                                                       \
   template <class T, int C, int R>                                                                                      \
-  void simdgroup_load(simdgroup_matrix<T, C, R>& m, const space T* from, ulong elements_per_row = C,                    \
+  METAL_FUNC void simdgroup_load(simdgroup_matrix<T, C, R>& m, const space T* from, ulong elements_per_row = C,                    \
                       ulong2 origin = ulong2{0, 0}, bool transposed = false, uint line = __builtin_LINE()) SHIM_BODY(   \
     if (transposed && (origin.x || origin.y)) shim_misuse("transposed simdgroup_load from an origin is not known", line); \
     from += origin.y * elements_per_row + origin.x;                                                                     \
     shim::agree({from, elements_per_row, transposed}, "simdgroup_load", line);                                          \
     for (uint i = 0; i < 2; i++) {                                                                                      \
-      const uint place = shim::matrix_place(shim::lane(), i);                                                           \
+      const uint place = shim::matrix_place(shim_lane(), i);                                                           \
       const uint row = transposed ? place % 8 : place / 8, column = transposed ? place / 8 : place % 8;                 \
       m.shim_held[i] = from[row * elements_per_row + column];                                                           \
     })                                                                                                                  \
   template <class T, int C, int R>                                                                                      \
-  void simdgroup_store(simdgroup_matrix<T, C, R> m, space T* to, ulong elements_per_row = C,                            \
+  METAL_FUNC void simdgroup_store(simdgroup_matrix<T, C, R> m, space T* to, ulong elements_per_row = C,                            \
                        ulong2 origin = ulong2{0, 0}, bool transposed = false, uint line = __builtin_LINE()) SHIM_BODY(  \
     if (transposed && (origin.x || origin.y)) shim_misuse("transposed simdgroup_store to an origin is not known", line); \
     to += origin.y * elements_per_row + origin.x;                                                                       \
     shim::agree({to, elements_per_row, transposed}, "simdgroup_store", line);                                           \
     for (uint i = 0; i < 2; i++) {                                                                                      \
-      const uint place = shim::matrix_place(shim::lane(), i);                                                           \
+      const uint place = shim::matrix_place(shim_lane(), i);                                                           \
       const uint row = transposed ? place % 8 : place / 8, column = transposed ? place / 8 : place % 8;                 \
       to[row * elements_per_row + column] = m.shim_held[i];                                                             \
     })
@@ -77,7 +77,7 @@ SHIM_SPACES(SHIM_MATRIX_MEMORY)
 
 // d = a b + c. Mixed element types of a and b are accepted, as Metal's own templates do.
 template <class T, class A, class B>
-void simdgroup_multiply_accumulate(simdgroup_matrix<T, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
+METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<T, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
                                    simdgroup_matrix<T, 8, 8> c, uint line = __builtin_LINE()) {
   struct In { A a[2]; B b[2]; T c[2]; };
   struct Out { T d[2]; };
@@ -96,7 +96,7 @@ void simdgroup_multiply_accumulate(simdgroup_matrix<T, 8, 8>& d, simdgroup_matri
   d.shim_held[0] = out.d[0], d.shim_held[1] = out.d[1];
 }
 template <class T, class A, class B>
-void simdgroup_multiply(simdgroup_matrix<T, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
+METAL_FUNC void simdgroup_multiply(simdgroup_matrix<T, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
                         uint line = __builtin_LINE()) {
   simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<T, 8, 8>(T(0)), line);
 }

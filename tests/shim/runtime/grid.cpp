@@ -73,15 +73,16 @@ extern "C" void shim_lane_layout(u32 line) {
 }
 extern "C" void shim_misuse(const char* what, u32 line) { fail(kBadCall, line, "%s", what); }
 
+extern "C" u32 shim_lane() { return current->lane; }
 struct Position { u32 x, y, z; };
 // Numbers as in ATTRIBUTES of source.py.
 extern "C" Position shim_attribute(u32 id) {
   const u32 i = current->index, *group = launch.group, *full = launch.threadgroup, *size = launch.size;
-  const u32 x = coordinate(i, 0), y = coordinate(i, 1), z = coordinate(i, 2);
   switch (id) {
-    case 0: return {group[0] * full[0] + x, group[1] * full[1] + y, group[2] * full[2] + z};
+    case 0:
+      return {group[0] * full[0] + coordinate(i, 0), group[1] * full[1] + coordinate(i, 1), group[2] * full[2] + coordinate(i, 2)};
     case 1: return {launch.grid[0], launch.grid[1], launch.grid[2]};
-    case 2: return {x, y, z};
+    case 2: return {coordinate(i, 0), coordinate(i, 1), coordinate(i, 2)};
     case 3: return {i, 0, 0};
     case 4: return {size[0], size[1], size[2]};
     case 5: return {full[0], full[1], full[2]};

@@ -69,7 +69,7 @@ extern "C" void shim_simd(const void* in, u32 in_bytes, void* result, u32 result
   current->line = line;
   if (simdgroup.arrived == 0) {
     simdgroup.operation = operation, simdgroup.line = line;
-  } else if (simdgroup.line != line || strcmp(simdgroup.operation, operation)) {
+  } else if (simdgroup.line != line || (simdgroup.operation != operation && strcmp(simdgroup.operation, operation))) {
     fail(kSimdDivergence, line, "%s at line %u, while other lanes of the simdgroup are at %s, line %u", operation, line,
          simdgroup.operation, simdgroup.line);
   }
