@@ -75,7 +75,7 @@ template <class T, int C, int R> simdgroup_matrix<T, C, R> make_diagonal_simdgro
     })
 SHIM_SPACES(SHIM_MATRIX_MEMORY)
 
-// d = a b + c. Mixed element types of a and b are accepted, as Metal's own templates do.
+// d = a b + c. Mixed element types are accepted here; that Apple's compiler takes them too has not been checked.
 template <class T, class A, class B>
 METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<T, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
                                    simdgroup_matrix<T, 8, 8> c, uint line = __builtin_LINE()) {
