@@ -140,7 +140,7 @@ for (int item = first_item; item < last_item; item++) {
           sum *= key_scale[key];
         }
         const int position = run.position + start + key;
-        const bool seen = row < live && key < count && sees(sight, row_position, position, run.sinks);
+        const bool seen = key < count && sees(sight, row_position, position, run.sinks);
         score[e] = seen ? sum : HIDDEN;
         highest = max(highest, score[e]);
       }

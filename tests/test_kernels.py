@@ -81,6 +81,8 @@ EDGES: dict[str, tuple[Case, dict[str, Any]]] = {
     "three heads per kv head": (Case(64, 3, 5, mx.bfloat16, 4, "whole", "vector"), {}),
     "seven heads per kv head": (Case(128, 7, 3, mx.int8, 4, "wrapped", "tile"), {}),
     "a longest that is too small": (Case(64, 4, 3, mx.int8, 4, "whole", "tile"), {"longest": 1}),
+    "two simdgroups per query": (Case(256, 8, 3, mx.int8, 4, "wrapped", "tile"), {}),
+    "two simdgroups per query, float": (Case(256, 4, 9, mx.float32, 0, "whole", "tile"), {}),
     "a table of eight pages": (Case(64, 1, 1, mx.int8, 0, "whole", "vector"), {"lengths": [7 * PAGE]}),
 }
 
@@ -162,14 +164,24 @@ def test_comments_inject_no_parameters(kernel: registry.Kernel) -> None:
         assert (word in body) == (word in code), word
 
 
-def test_variants_cover_what_a_model_runs() -> None:
-    names = {variant.name for variant in registry.variants(128, mx.int8, mx.bfloat16, group=8)}
-    assert "paged_attention_vector[D=128,S=int8,QUERIES=8]" in names
-    assert "quantize_kv[D=128,T=bfloat16,INTERLEAVED=False]" in names
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_variants_list_what_a_model_runs(head_dim: int, group: int) -> None:
+    listed = {variant.name for variant in registry.variants(head_dim, mx.int8, mx.bfloat16, group=group)}
+    ran: set[str] = set()
+
+    def collect(launch: registry.Launch) -> Sequence[mx.array]:
+        ran.add(launch.variant.name)
+        return [mx.zeros(s, t) for s, t in zip(launch.output_shapes, launch.output_dtypes, strict=True)]
+
     for rows in range(1, registry.MOST_ROWS + 1):
-        used = registry.attention_variants(128, mx.int8, mx.bfloat16, 8 * rows)
-        assert {variant.name for variant in used} <= names
-    assert not any("quantize" in variant.name for variant in registry.variants(128, mx.float16, mx.float16))
+        for kernel in ("vector", "tile"):
+            problem(Case(head_dim, group, rows, mx.int8, 4, "whole", kernel, mx.bfloat16)).attend(collect)
+    new = mx.zeros((1, 2, 1, head_dim), mx.bfloat16)
+    angles = mx.zeros((1, 1, head_dim))
+    registry.quantize_kv(new, new, angles, angles, mx.ones((2, head_dim)), False, execute=collect)
+    assert ran == listed
+    assert f"paged_attention_tile[D={head_dim},S=int8]" in listed
 
 
 def test_what_is_supported() -> None:

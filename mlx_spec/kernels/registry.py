@@ -126,33 +126,38 @@ def supports(head_dim: int, storage: mx.Dtype = mx.int8, rows: int = 1) -> bool:
     return head_dim in HEAD_SIZES and storage in STORAGE and 1 <= rows <= MOST_ROWS
 
 
-def quantize_variant(head_dim: int, dtype: mx.Dtype, interleaved: bool) -> Variant:
-    """The variant that `quantize_kv` runs for keys and values of `dtype`."""
-    return Variant(QUANTIZE_KV, (("D", head_dim), ("T", dtype), ("INTERLEAVED", interleaved)))
-
-
-def attention_variants(
-    head_dim: int, storage: mx.Dtype, dtype: mx.Dtype, queries: int, kernel: AttentionKernel | None = None
-) -> tuple[Variant, Variant]:
-    """The two variants that `paged_attention` runs; `queries` is rows times query heads per kv head."""
-    combine = Variant(COMBINE, (("D", head_dim), ("T", dtype)))
-    if (kernel or default_kernel(head_dim, queries)) == "tile":
-        return Variant(TILE, (("D", head_dim), ("S", storage))), combine
-    held = _held_queries(head_dim, queries)
-    return Variant(VECTOR, (("D", head_dim), ("S", storage), ("QUERIES", held))), combine
+def variant_of(
+    kernel: Kernel,
+    head_dim: int,
+    *,
+    storage: mx.Dtype = mx.int8,
+    dtype: mx.Dtype = mx.float16,
+    queries: int = 1,
+    interleaved: bool = False,
+) -> Variant:
+    """The variant of a kernel that runs for pages of `storage` and a model that computes in `dtype`; `queries` is rows
+    times query heads per kv head. What a kernel has no use for is ignored."""
+    arguments = {
+        QUANTIZE_KV.name: (("T", dtype), ("INTERLEAVED", interleaved)),
+        VECTOR.name: (("S", storage), ("QUERIES", _held_queries(head_dim, queries))),
+        TILE.name: (("S", storage),),
+        COMBINE.name: (("T", dtype),),
+    }
+    return Variant(kernel, (("D", head_dim), *arguments[kernel.name]))
 
 
 def variants(
-    head_dim: int, storage: mx.Dtype, dtype: mx.Dtype, interleaved: bool = False, group: int | None = None
+    head_dim: int, storage: mx.Dtype, dtype: mx.Dtype, interleaved: bool = False, group: int = 1
 ) -> list[Variant]:
-    """Every variant that a model of this head size, storage and type can need: with `group` query heads per kv head,
-    or any number."""
-    counts = [rows * (group or 1) for rows in range(1, MOST_ROWS + 1)]
-    found = [variant for n in counts for variant in attention_variants(head_dim, storage, dtype, n)]
-    found += [variant for n in counts for variant in attention_variants(head_dim, storage, dtype, n, "vector")]
-    found += attention_variants(head_dim, storage, dtype, counts[-1], "tile")
-    if storage == mx.int8:
-        found.append(quantize_variant(head_dim, dtype, interleaved))
+    """Every variant that a model can run on pages of this storage, `group` being its query heads per kv head."""
+    kernels = (QUANTIZE_KV, VECTOR, TILE, COMBINE) if storage == mx.int8 else (VECTOR, TILE, COMBINE)
+    found = [
+        variant_of(
+            kernel, head_dim, storage=storage, dtype=dtype, queries=rows * group, interleaved=interleaved
+        )
+        for kernel in kernels
+        for rows in range(1, MOST_ROWS + 1)
+    ]
     return list({variant.name: variant for variant in found}.values())
 
 
@@ -187,7 +192,7 @@ def quantize_kv(
     simdgroups = min(kv_heads, 8)
     quantized_keys, key_scales, quantized_values, value_scales = execute(
         Launch(
-            variant=quantize_variant(head_dim, keys.dtype, interleaved),
+            variant=variant_of(QUANTIZE_KV, head_dim, dtype=keys.dtype, interleaved=interleaved),
             inputs=(keys, values.astype(keys.dtype), cosines, sines, divisors),
             grid=(32, -(-kv_heads // simdgroups) * simdgroups, batch * rows),
             threadgroup=(32, simdgroups, 1),
@@ -220,7 +225,7 @@ def paged_attention(
     kv_heads = keys.shape[1]
     queries = heads // kv_heads * rows
     kind = kernel or default_kernel(head_dim, queries)
-    variant, combine = attention_variants(head_dim, keys.dtype, dtype, queries, kind)
+    variant = variant_of(TILE if kind == "tile" else VECTOR, head_dim, storage=keys.dtype, queries=queries)
     simdgroups, tiles = layout(kind, head_dim, queries)
     if splits is None:
         held = min(pages.shape[1], -(-longest // PAGE))
@@ -242,7 +247,7 @@ def paged_attention(
     )
     (attended,) = execute(
         Launch(
-            variant=combine,
+            variant=variant_of(COMBINE, head_dim, dtype=dtype),
             inputs=(partials, maxima, sums),
             grid=(32, 4, batch * heads * rows),
             threadgroup=(32, 4, 1),
