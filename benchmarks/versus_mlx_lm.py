@@ -134,6 +134,30 @@ def geometric_mean(values: list[float]) -> float:
     return exp(sum(log(value) for value in values) / len(values))
 
 
+def summarised(rows: list[dict[str, Any]], k: int) -> dict[str, dict[str, float]]:
+    """Per temperature, ratios as geometric means over the prompts."""
+    summary = {}
+    for temperature in sorted({row["temperature"] for row in rows}):
+        chosen = [row["runs"] for row in rows if row["temperature"] == temperature]
+
+        def ratio(of: str, a: str, b: str, chosen: Any = chosen) -> float:
+            return geometric_mean([getattr(Run(**runs[a]), of) / getattr(Run(**runs[b]), of) for runs in chosen])
+
+        ours, theirs = f"mlx-spec K={k}", f"mlx-lm K={k}"
+        figures = {}
+        for label, of in (("tok/s", "tokens_per_second"), ("tok per processor second", "tokens_per_processor_second")):
+            figures |= {
+                f"{label}: mlx-spec plain / mlx-lm plain": ratio(of, "mlx-spec plain", "mlx-lm plain"),
+                f"{label}: {ours} / {theirs}": ratio(of, ours, theirs),
+                f"{label}: {ours} / mlx-lm plain": ratio(of, ours, "mlx-lm plain"),
+                f"{label}: {theirs} / mlx-lm plain": ratio(of, theirs, "mlx-lm plain"),
+            }
+        for way in (ours, theirs):
+            figures[f"tokens per pass: {way}"] = ratio("tokens_per_pass", way, "mlx-lm plain")
+        summary[f"temperature {temperature:g}"] = figures
+    return summary
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", type=Path, required=True)
@@ -157,7 +181,8 @@ def main() -> None:
         f"mlx-lm K={k}": lambda *a: theirs(*a[:2], k, *a[2:]),
         f"mlx-spec K={k}": lambda *a: ours(*a[:2], k, *a[2:]),
     }
-    rows = []
+    models = {"target": options.model.name, "draft": options.draft.name, "draft_tokens": k, "tokens": options.tokens}
+    rows: list[dict[str, Any]] = []
     for repeat in range(options.repeats):
         for temperature in options.temperatures:
             for kind in options.kinds:
@@ -171,31 +196,12 @@ def main() -> None:
                 )
                 print(f"{kind:6} t={temperature:g}  {figures}", flush=True)
 
-    summary = {}
-    for temperature in options.temperatures:
-        chosen = [row["runs"] for row in rows if row["temperature"] == temperature]
-
-        def ratio(a: str, b: str, of: Callable[[Run], float], chosen: Any = chosen) -> float:
-            return geometric_mean([of(Run(**runs[a])) / of(Run(**runs[b])) for runs in chosen])
-
-        speed, per_pass = (lambda run: run.tokens_per_second), (lambda run: run.tokens_per_pass)
-        cost = lambda run: run.tokens_per_processor_second  # noqa: E731
-        summary[f"temperature {temperature:g}"] = {
-            "speed: mlx-spec plain / mlx-lm plain": ratio("mlx-spec plain", "mlx-lm plain", speed),
-            f"speed: mlx-spec K={k} / mlx-lm K={k}": ratio(f"mlx-spec K={k}", f"mlx-lm K={k}", speed),
-            f"per processor second: mlx-spec K={k} / mlx-lm K={k}": ratio(f"mlx-spec K={k}", f"mlx-lm K={k}", cost),
-            f"per processor second: mlx-spec K={k} / mlx-lm plain": ratio(f"mlx-spec K={k}", "mlx-lm plain", cost),
-            f"speed: mlx-spec K={k} / mlx-lm plain": ratio(f"mlx-spec K={k}", "mlx-lm plain", speed),
-            f"speed: mlx-lm K={k} / mlx-lm plain": ratio(f"mlx-lm K={k}", "mlx-lm plain", speed),
-            f"tokens per pass: mlx-spec K={k}": geometric_mean([per_pass(Run(**r[f"mlx-spec K={k}"])) for r in chosen]),
-            f"tokens per pass: mlx-lm K={k}": geometric_mean([per_pass(Run(**r[f"mlx-lm K={k}"])) for r in chosen]),
-        }
-    for heading, figures in summary.items():
+                # After each prompt: an interrupted run keeps what was measured.
+                save("versus_mlx_lm", {"models": models, "summary": summarised(rows, k), "rows": rows}, options.output)
+    for heading, figures in summarised(rows, k).items():
         print(f"\n{heading} (geometric means over prompts)")
         for name, value in figures.items():
             print(f"  {name:52} {value:.3f}")
-    models = {"target": options.model.name, "draft": options.draft.name, "draft_tokens": k, "tokens": options.tokens}
-    save("versus_mlx_lm", {"models": models, "summary": summary, "rows": rows}, options.output)
 
 
 if __name__ == "__main__":

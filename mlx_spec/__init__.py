@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mlx_spec.config import Sampling, Speculation
+from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
 from mlx_spec.metrics import Statistics
 
@@ -16,6 +16,7 @@ __all__ = [
     "Completion",
     "DoesNotFit",
     "IncompatiblePair",
+    "KVConfig",
     "MLXSpecError",
     "ModelNotFound",
     "Sampling",

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mlx_spec.config import Sampling, Speculation
+from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.errors import BadConfig
 from mlx_spec.resources import folder
 
@@ -57,6 +57,7 @@ class Entry:
     draft_weights: Weights | None = None
     sampling: Sampling = field(default_factory=Sampling)
     speculation: Speculation = field(default_factory=Speculation)
+    kv: KVConfig = field(default_factory=KVConfig)
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Only what the file sets of [sampling] and [speculation], to show."""
     template: Mapping[str, Any] = field(default_factory=dict)
@@ -113,7 +114,7 @@ def _read(file: Path) -> Entry:
         raise BadConfig(f"{file}: not valid TOML: {error}. Mend or remove the file.") from error
     table = _Table(file, "", values)
     table.only(("summary", "context_length", "system_prompt", "target", "draft", "sampling", "speculation",
-                "template"))
+                "template", "kv"))
     adjustable = [f.name for f in dataclasses.fields(Sampling)
                   if f.name not in ("logit_bias", "seed", "top_logprobs")]
     sampling = table.table("sampling").numbers(Sampling, adjustable)
@@ -122,8 +123,11 @@ def _read(file: Path) -> Entry:
     for key, value in template.items():
         if not isinstance(value, bool | int | float | str):
             raise table.table("template").wrong(key, value, "true, false, a number or a string")
+    kv = table.table("kv")
+    kv.only([f.name for f in dataclasses.fields(KVConfig)])
     try:
         checked_sampling, checked_speculation = Sampling(**sampling), Speculation(**speculation)
+        checked_kv = KVConfig(**kv.values)
     except BadConfig as error:
         raise BadConfig(f"{file}: {error}") from error
     return Entry(
@@ -134,6 +138,7 @@ def _read(file: Path) -> Entry:
         draft_weights=_weights(table.table("draft")) if "draft" in values else None,
         sampling=checked_sampling,
         speculation=checked_speculation,
+        kv=checked_kv,
         defaults=MappingProxyType({**sampling, **speculation}),
         template=MappingProxyType(template),
         system_prompt=table.text("system_prompt") if "system_prompt" in values else None,

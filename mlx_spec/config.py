@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from mlx_spec.errors import BadConfig
 
@@ -76,3 +77,37 @@ class Speculation:
 
     def __post_init__(self) -> None:
         _require(0 <= self.draft_tokens <= 64, "draft_tokens", self.draft_tokens, "0 (no speculation) to 64")
+
+
+STORAGES = ("model", "int8")
+
+
+@dataclass(frozen=True)
+class KVConfig:
+    """How keys and values are kept."""
+
+    storage: str = "model"
+    """The target's: "model" is the type the model computes in, usually 16 bits; "int8" is half of that."""
+    draft_storage: str = "model"
+    """The draft's, likewise; INT8 there costs acceptance and saves little."""
+    window: int | None = None
+    """Each token sees this many before it, itself included, and the sinks; None sees everything. With a window, memory
+    is constant and an answer may be longer than the model's context (Xiao et al. 2024)."""
+    sinks: int | Literal["system"] = 4
+    """Tokens at the beginning that are always seen beside a window; "system" is the whole system prompt."""
+
+    def __post_init__(self) -> None:
+        for name in ("storage", "draft_storage"):
+            _require(getattr(self, name) in STORAGES, name, getattr(self, name), " or ".join(STORAGES))
+        if self.sinks != "system":
+            _require(isinstance(self.sinks, int) and 0 <= self.sinks <= 65536, "sinks", self.sinks,
+                     "0 to 65536, or system")
+        if self.window is not None:
+            _require(isinstance(self.window, int), "window", self.window, "a whole number of tokens")
+            least = SMALLEST_WINDOW if self.sinks == "system" else max(SMALLEST_WINDOW, self.sinks)
+            _require(self.window >= least, "window", self.window,
+                     f"at least {least}: more than a round of drafts, and no fewer than the sinks")
+
+
+SMALLEST_WINDOW = 65
+"""Positions of the longest round: 64 drafts and the token before them."""

@@ -57,6 +57,9 @@ class Context(Protocol):
     def rewind(self, length: int) -> None:
         """Forget everything from `length` on."""
 
+    def settle(self, length: int) -> None:
+        """Promise never to rewind to before `length`, except to 0: what only such a rewind needed is freed."""
+
     def fork(self) -> Context:
         """A second sequence with the same past."""
 
@@ -75,7 +78,12 @@ class LanguageModel(Protocol):
     def bytes_per_token(self) -> int:
         """Memory that one more position takes."""
 
-    def new_context(self) -> Context: ...
+    @property
+    def paging_obstacle(self) -> str | None:
+        """Why keys and values cannot be INT8 or have a window, or None if they can."""
+
+    def new_context(self, sinks: int = 0, window: int | None = None) -> Context:
+        """An empty sequence. With a window, each row sees that many positions and the first `sinks`."""
 
 
 class PagedModel:
@@ -83,7 +91,10 @@ class PagedModel:
 
     rewind_obstacle: str | None = None
 
-    def __init__(self, module: Decoder) -> None:
+    paging_obstacle: str | None = None
+
+    def __init__(self, module: Decoder, *, int8: bool = False) -> None:
+        """int8: keys and values are stored in 8 bits, else in the type of the weights."""
         self.module = module
         arguments = module.arguments
         self.pool = PagePool(
@@ -91,11 +102,12 @@ class PagedModel:
             kv_heads=arguments.kv_heads,
             head_dim=arguments.head_dim,
             dtype=module.model.norm.weight.dtype,
+            int8=int8,
         )
         self.bytes_per_token = self.pool.page_bytes // PAGE
 
-    def new_context(self) -> PagedContext:
-        return PagedContext(self.module, PageTable(self.pool))
+    def new_context(self, sinks: int = 0, window: int | None = None) -> PagedContext:
+        return PagedContext(self.module, PageTable(self.pool, sinks, window))
 
 
 class PagedContext:
@@ -127,10 +139,7 @@ class PagedContext:
         before = self.table.length
         self.table.append(tokens.size)
         try:
-            module = self._module
-            attention = AttentionPass(
-                self.table.pool, [self.table], tokens.size, module.rope, module.arguments.rope_traditional
-            )
+            attention = AttentionPass(self.table.pool, [self.table], tokens.size, self._module.rotary)
             hidden = self._module.hidden(tokens[None], attention)[0]  # (n, hidden_size)
             if rows is not None and rows < tokens.size:
                 hidden = hidden[tokens.size - rows :]
@@ -144,6 +153,9 @@ class PagedContext:
 
     def rewind(self, length: int) -> None:
         self.table.rewind(length)
+
+    def settle(self, length: int) -> None:
+        self.table.settle(length)
 
     def fork(self) -> PagedContext:
         return PagedContext(self._module, self.table.fork())
@@ -163,5 +175,6 @@ def prefill(context: Context, tokens: Sequence[int], progress: Callable[[int], N
         size = min(chunk, remaining)
         context.extend(tokens[context.length : context.length + size], rows=0)
         context.evaluate()
+        context.settle(context.length)
         if progress is not None:
             progress(size)

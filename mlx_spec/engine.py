@@ -112,6 +112,8 @@ class Decoding:
                 self._commit(kept, counted)
                 if flight is None:
                     self._rewind()
+                else:
+                    self.target.settle(len(self.tokens) - 1)
                 if left is not None:
                     left -= len(kept)
                 yield Round(kept, current.drafted, accepted, logprobs and logprobs[: len(kept)], ended)
@@ -200,6 +202,7 @@ class Decoding:
         if self.target.length > held:
             # Where a cache cannot be rewound there is nothing to take back, except after an exception.
             self.target.rewind(held if self.target.can_rewind else 0)
+        self.target.settle(self.target.length)
         if self.draft is not None:
             self.draft.observe(self.tokens)
 

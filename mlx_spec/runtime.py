@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlx_spec.architectures import Decoder
+from mlx_spec.architectures import NATIVE, Decoder
 from mlx_spec.architectures.external import ExternalModel
-from mlx_spec.config import Sampling, Speculation
+from mlx_spec.config import SMALLEST_WINDOW, KVConfig, Sampling, Speculation
 from mlx_spec.context import LanguageModel, PagedModel
 from mlx_spec.engine import Decoding, Round, TokenLogprobs
 from mlx_spec.errors import BadConfig
@@ -62,11 +62,13 @@ class Completion:
     statistics: Statistics
 
 
-def load(model: str | Path, draft: str | Path | Literal[False] | None = None) -> LLM:
+def load(
+    model: str | Path, draft: str | Path | Literal[False] | None = None, *, kv: KVConfig | None = None
+) -> LLM:
     """Load a target and, if there is one, its draft.
 
     model, draft: a name of the catalogue, org/name on the hub, a directory, or a .gguf file. draft None is the
-    catalogue's draft for `model`, False none at all.
+    catalogue's draft for `model`, False none at all. kv: how keys and values are kept; None is the catalogue's way.
     Raises ModelNotFound, IncompatiblePair, BadConfig or DoesNotFit.
     """
     source = resolve(model)
@@ -76,7 +78,7 @@ def load(model: str | Path, draft: str | Path | Literal[False] | None = None) ->
     draft_source = resolve(draft) if draft else None  # before the large one is read
     target = load_model(source)
     loaded_draft = load_model(draft_source) if draft_source else None
-    llm = LLM(target, loaded_draft)
+    llm = LLM(target, loaded_draft, kv or (entry.kv if entry else None) or KVConfig())
     if entry is not None:
         llm.sampling, llm.speculation = entry.sampling, entry.speculation
         llm.template_arguments, llm.system_prompt = dict(entry.template), entry.system_prompt
@@ -89,16 +91,18 @@ class LLM:
     Several generations may run beside one another, each iterated from the thread that made the LLM.
     """
 
-    def __init__(self, target: LoadedModel, draft: LoadedModel | None = None) -> None:
-        """Raises IncompatiblePair if the draft's ids mean other strings than the target's."""
+    def __init__(self, target: LoadedModel, draft: LoadedModel | None = None, kv: KVConfig | None = None) -> None:
+        """Raises IncompatiblePair if the draft's ids mean other strings than the target's, and BadConfig if a model
+        cannot keep its keys and values as `kv` says."""
         self.name, self.draft_name = target.name, draft.name if draft else None
         self.tokenizer: Tokenizer = target.tokenizer
         self.context_length = target.context_length
         self.sampling, self.speculation = Sampling(), Speculation()
         self.template_arguments: dict[str, Any] = {}
         self.system_prompt: str | None = None
-        self._target = _language_model(target)
-        self._draft = _language_model(draft) if draft else None
+        self.kv = kv = kv or KVConfig()
+        self._target = _language_model(target, kv.storage, kv.window)
+        self._draft = _language_model(draft, kv.draft_storage, kv.window) if draft else None
         self._draft_context_length = draft.context_length if draft else None
         if draft is not None:
             for warning in check_pair(target, draft):
@@ -133,17 +137,22 @@ class LLM:
         speculation = self.speculation if speculation is None else speculation
         if max_tokens is not None and max_tokens < 0:
             raise BadConfig(f"max_tokens is {max_tokens}; give 0 or more, or None for no limit.")
-        if self.context_length is not None and len(tokens) >= self.context_length:
-            raise BadConfig(
-                f"the prompt has {len(tokens)} tokens and {self.name} takes {self.context_length} at most, the answer "
-                "included; shorten it."
-            )
         answer = _Answer(self.tokenizer, stop, self.tokenizer.end_tokens | frozenset(stop_tokens))
-        limits = [max_tokens, None if self.context_length is None else self.context_length - len(tokens)]
-        limit = min((value for value in limits if value is not None), default=None)
-        planned = len(tokens) + (0 if limit is None or max_tokens is None else limit)
+        limit, planned, sinks = max_tokens, len(tokens) + (max_tokens or 0), 0
+        if self.kv.window is not None:
+            sinks = self._sinks(prompt, raw, tokens)
+            planned = min(planned, sinks + self.kv.window)
+        elif self.context_length is not None:
+            room = self.context_length - len(tokens)
+            if room <= 0:
+                raise BadConfig(
+                    f"the prompt has {len(tokens)} tokens and {self.name} takes {self.context_length} at most, the "
+                    "answer included; shorten it, or give a --window (KVConfig(window=))."
+                )
+            limit = room if limit is None else min(limit, room)
+            planned = min(planned, self.context_length)
         check_cache_fits(planned, sum(model.bytes_per_token for model in self._models))
-        return self._chunks(tokens, sampling, speculation, limit, answer, prefill_progress)
+        return self._chunks(tokens, sampling, speculation, limit, sinks, answer, prefill_progress)
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
         """The whole answer at once. Takes the options of `stream`."""
@@ -209,6 +218,7 @@ class LLM:
         sampling: Sampling,
         speculation: Speculation,
         limit: int | None,
+        sinks: int,
         answer: _Answer,
         prefill_progress: Progress | None,
     ) -> Generator[Chunk, None, None]:
@@ -216,8 +226,8 @@ class LLM:
         prompt_tokens = len(tokens)
         with wired_limit():
             mx.reset_peak_memory()
-            target = self._target.new_context()
-            draft = self._new_draft(sampling, speculation)
+            target = self._target.new_context(sinks, self.kv.window)
+            draft = self._new_draft(sampling, speculation, sinks)
             try:
                 decoding = Decoding(
                     tokens, target, draft, sampling=sampling, seed=seed, vocabulary_size=self.vocabulary_size
@@ -262,11 +272,39 @@ class LLM:
         reason: FinishReason = "stop" if finished.ended else "length"
         yield Chunk(answer.take() + answer.finish(), finished.tokens, finished.logprobs, reason, statistics)
 
-    def _new_draft(self, sampling: Sampling, speculation: Speculation) -> DraftModel | None:
+    def _new_draft(self, sampling: Sampling, speculation: Speculation, sinks: int) -> DraftModel | None:
         if self._draft is None or speculation.draft_tokens == 0:
             return None
-        context = self._draft.new_context()
-        return DraftModel(context, sampling, self.vocabulary_size, self._draft_context_length)
+        window, limit = self.kv.window, self._draft_context_length
+        if window is not None and limit is not None:  # what the draft sees is its own affair
+            window, limit = max(SMALLEST_WINDOW, min(window, limit - sinks)), None
+        return DraftModel(self._draft.new_context(sinks, window), sampling, self.vocabulary_size, limit)
+
+    def _sinks(self, prompt: Prompt, raw: bool, tokens: list[int]) -> int:
+        """How many tokens at the beginning stay visible beside the window."""
+        window = self.kv.window
+        assert window is not None
+        sinks = self.kv.sinks if self.kv.sinks != "system" else self._system_tokens(prompt, raw, tokens)
+        if sinks > window:
+            raise BadConfig(
+                f"the window of {window} tokens is smaller than the {sinks} sinks; give a --window of {sinks} or more."
+            )
+        if self.context_length is not None and sinks + window > self.context_length:
+            raise BadConfig(
+                f"{sinks} sinks and a window of {window} are more than the {self.context_length} tokens {self.name} "
+                f"was made for; give a --window of {self.context_length - sinks} at most."
+            )
+        return sinks
+
+    def _system_tokens(self, prompt: Prompt, raw: bool, tokens: list[int]) -> int:
+        """How many tokens the conversation's beginning has that do not depend on what the user says."""
+        if raw or not self.tokenizer.has_chat_template or (prompt and isinstance(prompt[0], int)):
+            raise BadConfig("sinks 'system' needs messages and a chat template; give a number of sinks.")
+        first = prompt[0] if not isinstance(prompt, str) else {}
+        system = [dict(first)] if isinstance(first, Mapping) and first.get("role") == "system" else []
+        others = [self._prompt_tokens([*system, {"role": "user", "content": text}], raw) for text in ("A", "b")]
+        shared = zip(tokens, *others, strict=False)
+        return next((i for i, same in enumerate(shared) if len(set(same)) > 1), min(map(len, others)))
 
 
 class _Answer:
@@ -315,9 +353,16 @@ class _Total:
         self.accepted += finished.accepted
 
 
-def _language_model(loaded: LoadedModel) -> LanguageModel:
-    module = loaded.module
-    return PagedModel(module) if isinstance(module, Decoder) else ExternalModel(module)
+def _language_model(loaded: LoadedModel, storage: str, window: int | None) -> LanguageModel:
+    if isinstance(loaded.module, Decoder):
+        return PagedModel(loaded.module, int8=storage == "int8")
+    model = ExternalModel(loaded.module)
+    if storage != "model" or window is not None:
+        raise BadConfig(
+            f"{loaded.name} {model.paging_obstacle}: no INT8 and no window there. The architectures that have both are "
+            f"{', '.join(NATIVE)}; leave --kv, --draft-kv, --sinks and --window out."
+        )
+    return model
 
 
 def _usable(target: LanguageModel, draft: LanguageModel | None) -> LanguageModel | None:

@@ -123,6 +123,9 @@ class TableContext:
         other._tokens = self._tokens
         return other
 
+    def settle(self, length: int) -> None:
+        pass
+
     def close(self) -> None:
         self.rewind(0)
 

@@ -17,6 +17,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_spec.attention import AttentionPass
 from mlx_spec.errors import BadConfig
+from mlx_spec.rotary import Rotary
 
 T = TypeVar("T", int, float)
 
@@ -165,7 +166,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.arguments = arguments
         self.model = Body(arguments)
-        self.rope = _rope(arguments)
+        self.rotary = Rotary(_rope(arguments), arguments.head_dim)
         if not arguments.tied:
             self.lm_head = nn.Linear(arguments.hidden_size, arguments.vocabulary_size, bias=False)
 

@@ -22,20 +22,24 @@ class ExternalModel:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        name = type(module).__module__.rpartition(".")[2]
         caches = make_prompt_cache(module)
         inexact = sorted({type(cache).__name__ for cache in _flat(caches)} - {c.__name__ for c in _EXACTLY_REWINDABLE})
         self.rewind_obstacle = (
-            f"({type(module).__module__.rpartition('.')[2]}) keeps its past in {' and '.join(inexact)}, "
+            f"({name}) keeps its past in {' and '.join(inexact)}, "
             "which cannot take rejected tokens back"
             if inexact
             else None
         )
+        self.paging_obstacle = f"({name}) runs through mlx-lm's own definition and caches"
         # Lazy: only the shape is computed.
         self._vocabulary_size = int(module(mx.array([[0]]), cache=caches).shape[-1])
         # A KVCache has just made room for its first step of positions.
         self.bytes_per_token = sum(c.nbytes // c.step for c in _flat(caches) if type(c) in _EXACTLY_REWINDABLE)
 
-    def new_context(self) -> ExternalContext:
+    def new_context(self, sinks: int = 0, window: int | None = None) -> ExternalContext:
+        """A window is for native definitions only: see `paging_obstacle`."""
+        assert window is None
         return ExternalContext(self.module, self.rewind_obstacle is None, self._vocabulary_size)
 
 
@@ -85,6 +89,9 @@ class ExternalContext:
             self.length = length
         else:
             raise ValueError("this cache cannot be rewound but to 0")
+
+    def settle(self, length: int) -> None:
+        """mlx-lm's caches free nothing before they are dropped."""
 
     def fork(self) -> ExternalContext:
         other = ExternalContext(self._module, self.can_rewind, self.vocabulary_size)

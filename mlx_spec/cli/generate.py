@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_spec import console
-from mlx_spec.cli.options import UNLIMITED, bias, number, option, token_limit, whole
+from mlx_spec.cli.options import UNLIMITED, bias, number, option, sink_count, token_limit, whole
 from mlx_spec.cli.outcome import TracebackOption
 from mlx_spec.cli.prompt import check_utf8, read_prompt
-from mlx_spec.config import Sampling, Speculation
+from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlx_spec")
 
-_PROMPT, _MODEL, _LENGTH, _CHOICE, _REPETITION, _OUTPUT = (
-    "Prompt", "Models", "When to stop", "How words are chosen", "Against repetition", "Output")
+_PROMPT, _MODEL, _LENGTH, _CHOICE, _REPETITION, _MEMORY, _OUTPUT = (
+    "Prompt", "Models", "When to stop", "How words are chosen", "Against repetition", "Memory", "Output")
 HELP = (
     "Answer one prompt.\n\n"
     "The answer goes to stdout as it comes, figures and notes go to stderr. Sampling options left out take "
@@ -96,6 +96,20 @@ def generate(
     frequency_penalty: Annotated[float | None, option(
         "--frequency-penalty", panel=_REPETITION, metavar="X", parser=number,
         help="The same, times how often the token is there; 0 is off.")] = None,
+    storage: Annotated[str | None, option(
+        "--kv", panel=_MEMORY, metavar="STORAGE",
+        help="How the model's keys and values are kept: model, in the type it computes in (usually 16 bits), or int8, "
+        "in half of that. Default: model.")] = None,
+    draft_storage: Annotated[str | None, option(
+        "--draft-kv", panel=_MEMORY, metavar="STORAGE", help="The same for the draft. Default: model.")] = None,
+    window: Annotated[int | None, option(
+        "--window", panel=_MEMORY, metavar="N", parser=whole,
+        help="Let each token see only the N before it and the sinks: memory stays constant, and the answer may be "
+        "longer than the model's context. Default: it sees everything.")] = None,
+    sinks: Annotated[Any, option(
+        "--sinks", panel=_MEMORY, metavar="N", parser=sink_count,
+        help="With a window: the first N tokens are always seen; system keeps the whole system prompt. "
+        "Default: 4.")] = None,
     as_json: Annotated[bool, option(
         "--json", panel=_OUTPUT,
         help="Write one JSON object, with text and figures, instead of the text.")] = False,
@@ -119,6 +133,7 @@ def generate(
     Sampling(**chosen)
     ahead = {} if draft_tokens is None else {"draft_tokens": draft_tokens}
     Speculation(**ahead)
+    kv = _kv(model, storage=storage, draft_storage=draft_storage, window=window, sinks=sinks)
     if top_logprobs is not None and not as_json:
         raise BadConfig("--top-logprobs is shown only in the JSON object; add --json.")
     if raw and system is not None:
@@ -129,7 +144,7 @@ def generate(
         raise BadConfig("no model; give --model demo to try, or another name from `mlx-spec models`.")
 
     with console.notes(shown=not quiet):
-        llm = _load(model, draft, quiet=quiet)
+        llm = _load(model, draft, kv, quiet=quiet)
         if draft_tokens and llm.draft_name is None:
             _log.warning(f"{model} has no draft, so --draft-tokens does nothing; name one with --draft")
         question: str | list[dict[str, str]] = text
@@ -153,6 +168,22 @@ def generate(
             console.say(console.statistics_line(statistics))
 
 
+def _kv(model: str | None, **given: Any) -> KVConfig:
+    """The model's own way to keep keys and values, changed by the options that were given."""
+    from mlx_spec import catalog
+
+    entry = catalog.find(model) if model else None
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        kv = dataclasses.replace(entry.kv if entry else KVConfig(), **given)
+    except BadConfig as error:
+        message = str(error).replace("draft_storage is", "--draft-kv is").replace("storage is", "--kv is")
+        raise BadConfig(message.replace("window is", "--window is").replace("sinks is", "--sinks is")) from error
+    if "sinks" in given and kv.window is None:
+        raise BadConfig("--sinks says what stays visible beside a window; add --window N, such as --window 4096.")
+    return kv
+
+
 def _check_texts(system: str | None, stop: list[str], stop_tokens: list[int]) -> None:
     if system is not None:
         check_utf8(system, "--system")
@@ -165,7 +196,7 @@ def _check_texts(system: str | None, stop: list[str], stop_tokens: list[int]) ->
             raise BadConfig(f"--stop-token is {token}; give token ids of 0 or more (they come with --json).")
 
 
-def _load(model: str, draft: str | None, *, quiet: bool) -> LLM:
+def _load(model: str, draft: str | None, kv: KVConfig, *, quiet: bool) -> LLM:
     if quiet:
         from huggingface_hub.utils import disable_progress_bars
 
@@ -176,7 +207,7 @@ def _load(model: str, draft: str | None, *, quiet: bool) -> LLM:
     with console.loading(model, shown=shown):
         import mlx_spec
 
-        return mlx_spec.load(model, draft=False if draft == "none" else draft)
+        return mlx_spec.load(model, draft=False if draft == "none" else draft, kv=kv)
 
 
 def _is_here(name: str) -> bool:

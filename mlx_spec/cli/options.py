@@ -36,6 +36,11 @@ def token_limit(text: str) -> int:
     raise typer.BadParameter(f"{text!r} is neither a whole number of 0 or more nor 'unlimited'")
 
 
+def sink_count(text: str) -> int | str:
+    """A number of tokens, or the word system."""
+    return text if text == "system" else whole(text)
+
+
 def bias(text: str) -> tuple[int, float]:
     """Token id and what is added to its logit."""
     token, _, value = text.partition("=")

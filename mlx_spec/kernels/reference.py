@@ -16,6 +16,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_spec.kv.pool import PAGE
+from mlx_spec.rotary import rotate
 
 LENGTH, SINKS, WINDOW, HEAD_PAGES, DROPPED_PAGES = range(5)
 """Columns of `state`."""
@@ -38,16 +39,6 @@ def quantize_kv(
     quantized_keys, key_scales = quantize_rows(rotated / divisors[None, :, None])
     quantized_values, value_scales = quantize_rows(values.astype(mx.float32))
     return quantized_keys, key_scales, quantized_values, value_scales
-
-
-def rotate(x: mx.array, cosines: mx.array, sines: mx.array, interleaved: bool) -> mx.array:
-    """x (..., n, head_dim) with each channel pair turned; the sine is negative for a pair's first channel."""
-    if interleaved:
-        swapped = mx.unflatten(x, -1, (-1, 2))[..., ::-1].flatten(-2)
-    else:
-        half = x.shape[-1] // 2
-        swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
-    return (x * cosines + swapped * sines).astype(x.dtype)
 
 
 def quantize_rows(x: mx.array) -> tuple[mx.array, mx.array]:

@@ -17,6 +17,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_spec.errors import DoesNotFit
+from mlx_spec.memory import available_memory, gigabytes
+
 PAGE = 64
 """Tokens per page."""
 
@@ -28,16 +31,63 @@ building per layer against twice these bytes at a few hundred GB/s. An estimate;
 
 
 class PagePool:
-    """Pages of keys and values for all layers, counted by reference, growing in slabs."""
+    """Pages of keys and values for all layers, counted by reference, growing in slabs.
 
-    def __init__(self, *, layers: int, kv_heads: int, head_dim: int, dtype: mx.Dtype) -> None:
-        self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
-        self.keys = [self._blank(0) for _ in range(layers)]
-        self.values = [self._blank(0) for _ in range(layers)]
+    Storage is the model's own type or INT8. INT8 has one float16 scale per token and head beside the values, and a
+    fixed divisor per key channel and head, which is taken from the first keys and then stays (`divisors`).
+    """
+
+    def __init__(self, *, layers: int, kv_heads: int, head_dim: int, dtype: mx.Dtype, int8: bool = False) -> None:
+        """dtype: the type the model computes in."""
+        self.layers, self.kv_heads, self.head_dim, self.dtype, self.int8 = layers, kv_heads, head_dim, dtype, int8
+        row = (head_dim,)
+        stored = mx.int8 if int8 else dtype
+        shapes = [(row, stored), ((), mx.float16)] if int8 else [(row, stored)]
+        # Keys, then values: each the stored rows and, for INT8, their scales.
+        self._kinds = shapes * 2
+        self._arrays = [[self._blank(kind, 0) for _ in range(layers)] for kind in self._kinds]
+        self.divisors: list[mx.array | None] = [None] * layers  # (kv_heads, head_dim) float32
         self._references: list[int] = []  # one count per page; 0 is free
 
-    def _blank(self, pages: int) -> mx.array:
-        return mx.zeros((1, self.kv_heads, pages * PAGE, self.head_dim), dtype=self.dtype)
+    def _blank(self, kind: tuple[tuple[int, ...], mx.Dtype], pages: int) -> mx.array:
+        row, dtype = kind
+        return mx.zeros((1, self.kv_heads, pages * PAGE, *row), dtype=dtype)
+
+    @property
+    def keys(self) -> list[mx.array]:
+        """Per layer (1, kv_heads, slots, head_dim)."""
+        return self._arrays[0]
+
+    @property
+    def values(self) -> list[mx.array]:
+        """Per layer (1, kv_heads, slots, head_dim)."""
+        return self._arrays[len(self._arrays) // 2]
+
+    @property
+    def key_scales(self) -> list[mx.array] | None:
+        """Per layer (1, kv_heads, slots) float16; None unless INT8."""
+        return self._arrays[1] if self.int8 else None
+
+    @property
+    def value_scales(self) -> list[mx.array] | None:
+        """Per layer (1, kv_heads, slots) float16; None unless INT8."""
+        return self._arrays[3] if self.int8 else None
+
+    def write(self, layer: int, slots: slice | mx.array, parts: Sequence[mx.array]) -> None:
+        """Store new rows: keys and values (1, kv_heads, n, head_dim), or for INT8 keys, scales, values, scales."""
+        for arrays, part in zip(self._arrays, parts, strict=True):
+            arrays[layer][:, :, slots] = part
+
+    def read(self, layer: int, slots: slice | mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values (1, kv_heads, n, head_dim) of some slots in the model's type; INT8 keys still divided."""
+        parts = [arrays[layer][:, :, slots] for arrays in self._arrays]
+        if not self.int8:
+            return parts[0], parts[1]
+        keys, key_scales, values, value_scales = parts
+        return self._dequantized(keys, key_scales), self._dequantized(values, value_scales)
+
+    def _dequantized(self, rows: mx.array, scales: mx.array) -> mx.array:
+        return (rows.astype(mx.float32) * scales[..., None]).astype(self.dtype)
 
     @property
     def pages(self) -> int:
@@ -51,7 +101,8 @@ class PagePool:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page: keys and values of all layers."""
-        return 2 * len(self.keys) * self.kv_heads * PAGE * self.head_dim * self.dtype.size
+        row = self.head_dim + 2 if self.int8 else self.head_dim * self.dtype.size
+        return 2 * self.layers * self.kv_heads * PAGE * row
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +117,7 @@ class PagePool:
         """
         if mx.default_device() == mx.cpu:
             return True
-        return self.nbytes <= _CHEAP_COPY * len(self.keys)
+        return self.nbytes <= _CHEAP_COPY * self.layers
 
     def references(self, page: int) -> int:
         """How many page tables hold `page`."""
@@ -88,13 +139,14 @@ class PagePool:
         return taken
 
     def _start_of_longest_free_run(self) -> int:
+        # Behind another sequence's pages, start in the middle of the run: the other one may still grow.
         best_start, best_length, start = 0, 0, 0
         for page in range(self.pages + 1):
             if page == self.pages or self._references[page] > 0:
                 if page - start > best_length:
                     best_start, best_length = start, page - start
                 start = page + 1
-        return best_start
+        return best_start + best_length // 2 if best_start > 0 else best_start
 
     def retain(self, pages: Sequence[int]) -> None:
         """Count one more holder of each page."""
@@ -107,25 +159,38 @@ class PagePool:
             self._references[page] -= 1
 
     def _grow(self, missing: int) -> None:
-        """Add at least `missing` pages: half as much again, within bounds, so that growth stays amortised."""
+        """Add at least `missing` pages: half as much again, within bounds, so that growth stays amortised.
+
+        Raises DoesNotFit where there is no memory for them; everything stored stays as it is.
+        """
         slab = max(missing, min(max(self.pages // 2, _SMALLEST_SLAB), _LARGEST_SLAB))
-        for arrays in (self.keys, self.values):
-            for layer, array in enumerate(arrays):
-                # After a growth that ran out of memory halfway, some arrays are larger than others.
-                lacking = self.pages + slab - array.shape[2] // PAGE
-                if lacking <= 0:
-                    continue
-                arrays[layer] = mx.concatenate([array, self._blank(lacking)], axis=2)
-                del array
-                mx.eval(arrays[layer])  # one layer at a time: the peak is one layer above the new size
+        wanted, available = slab * self.page_bytes, available_memory()
+        try:
+            if available is not None and wanted > available:
+                raise MemoryError
+            for kind, arrays in zip(self._kinds, self._arrays, strict=True):
+                for layer, array in enumerate(arrays):
+                    # After a growth that ran out of memory halfway, some arrays are larger than others.
+                    lacking = self.pages + slab - array.shape[2] // PAGE
+                    if lacking > 0:
+                        grown = mx.concatenate([array, self._blank(kind, lacking)], axis=2)
+                        del array
+                        mx.eval(grown)  # one layer at a time: the peak is one layer above the new size
+                        arrays[layer] = grown
+        except (RuntimeError, MemoryError) as error:
+            more = "" if available is None else f", {available // self.page_bytes * PAGE} more would fit"
+            raise DoesNotFit(
+                f"no memory for {slab * PAGE} more tokens of keys and values ({gigabytes(wanted)}) beside "
+                f"{self.pages * PAGE}{more}; give a shorter prompt or a smaller --max-tokens, --kv int8, or a --window."
+            ) from error
         self._references.extend([0] * slab)
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page in every layer. A gather, since a slice would refer to the pool and force a copy of it."""
         slots = mx.arange(source * PAGE, (source + 1) * PAGE)
         start = destination * PAGE
-        for arrays in (self.keys, self.values):
-            copies = [mx.take(array, slots, axis=2) for array in arrays]  # (1, kv_heads, PAGE, head_dim)
+        for arrays in self._arrays:
+            copies = [mx.take(array, slots, axis=2) for array in arrays]  # (1, kv_heads, PAGE, ...)
             mx.eval(copies)
             for array, copied in zip(arrays, copies, strict=True):
                 array[:, :, start : start + PAGE] = copied
@@ -133,4 +198,4 @@ class PagePool:
 
     def evaluate(self) -> None:
         """Wait until every write has been made."""
-        mx.eval(self.keys, self.values)
+        mx.eval(self._arrays, [divisor for divisor in self.divisors if divisor is not None])

@@ -1,5 +1,5 @@
-"""One sequence's pages: append, rewind, fork with copy on write. Knows which slots are whose; nothing of what is in
-them."""
+"""One sequence's pages: append, rewind, fork with copy on write, drop what a window has left behind. Knows which slots
+are whose; nothing of what is in them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,29 @@ from mlx_spec.kv.pool import PAGE, PagePool
 
 
 class PageTable:
-    """The pages that hold positions 0 to `length` - 1 of one sequence."""
+    """The pages of one sequence of `length` positions.
 
-    def __init__(self, pool: PagePool) -> None:
-        self.pool = pool
+    With a `window`, the row at position p sees the first `sinks` positions and those after p - window (Xiao et al.
+    2024, StreamingLLM). Pages in between are dropped once no row that can still come needs them.
+    """
+
+    def __init__(self, pool: PagePool, sinks: int = 0, window: int | None = None) -> None:
+        self.pool, self.sinks, self.window = pool, sinks, window
         self.pages: list[int] = []
+        """Those still held, in the order of their positions."""
+        self.dropped = 0
+        """Pages that came after the first `head_pages` and are gone."""
         self.length = 0
+
+    @property
+    def head_pages(self) -> int:
+        """Pages that hold sinks, and are never dropped."""
+        return -(-self.sinks // PAGE)
+
+    @property
+    def hides(self) -> bool:
+        """Whether the last position does not see every other."""
+        return self.window is not None and self.length > self.sinks + self.window
 
     def append(self, count: int) -> None:
         """Make room for `count` more positions. Pages another table holds too are copied before they are written."""
@@ -27,34 +44,61 @@ class PageTable:
                 raise
             self.pages[-1] = own
             self.pool.release([shared])
-        wanted = -(-(self.length + count) // PAGE)
-        if wanted > len(self.pages):
+        missing = -(-(self.length + count) // PAGE) - len(self.pages) - self.dropped
+        if missing > 0:
             last = self.pages[-1] if self.pages else None
-            self.pages += self.pool.allocate(wanted - len(self.pages), after=last)
+            self.pages += self.pool.allocate(missing, after=last)
         self.length += count
 
     def rewind(self, length: int) -> None:
-        """Forget every position from `length` on and free the pages past it."""
-        if not 0 <= length <= self.length:
+        """Forget every position from `length` on and free the pages past it.
+
+        Raises ValueError where pages that the row at `length` would see have been dropped. 0 is always possible.
+        """
+        in_head = length <= self.head_pages * PAGE
+        if not 0 <= length <= self.length or not (in_head or self._oldest_seen(length) // PAGE >= self._resumes_at):
             raise ValueError(f"cannot rewind {self.length} positions to {length}")
-        kept = -(-length // PAGE)
+        if in_head:
+            self.dropped = 0
+        kept = -(-length // PAGE) - self.dropped
         self.pool.release(self.pages[kept:])
         del self.pages[kept:]
         self.length = length
 
+    def settle(self, length: int) -> None:
+        """Drop the pages that no row from position `length` on sees: there will be no rewind to before it."""
+        if self.window is None:
+            return
+        first = self.head_pages
+        gone = min(self._oldest_seen(length) // PAGE - first - self.dropped, len(self.pages) - first)
+        if gone > 0:
+            self.pool.release(self.pages[first : first + gone])
+            del self.pages[first : first + gone]
+            self.dropped += gone
+
+    def _oldest_seen(self, position: int) -> int:
+        """The first position after the sinks that the row at `position` sees."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+    @property
+    def _resumes_at(self) -> int:
+        """The first page held after the dropped ones; 0 while none is dropped."""
+        return self.head_pages + self.dropped if self.dropped else 0
+
     def fork(self) -> PageTable:
         """A second sequence with the same past, sharing its pages until one of the two writes."""
-        other = PageTable(self.pool)
-        other.pages, other.length = list(self.pages), self.length
+        other = PageTable(self.pool, self.sinks, self.window)
+        other.pages, other.length, other.dropped = list(self.pages), self.length, self.dropped
         self.pool.retain(other.pages)
         return other
 
     @property
     def consecutive(self) -> bool:
-        """Whether the pages follow one another, so that all positions are one slice of the pool."""
+        """Whether all positions are held, in pages that follow one another: one slice of the pool."""
         pages = self.pages
-        return all(pages[i] + 1 == pages[i + 1] for i in range(len(pages) - 1))
+        return self.dropped == 0 and all(pages[i] + 1 == pages[i + 1] for i in range(len(pages) - 1))
 
     def slot(self, position: int) -> int:
-        """Where `position` is in the pool."""
-        return self.pages[position // PAGE] * PAGE + position % PAGE
+        """Where `position`, which must be held, is in the pool."""
+        page = position // PAGE
+        return self.pages[page if page < self.head_pages else page - self.dropped] * PAGE + position % PAGE

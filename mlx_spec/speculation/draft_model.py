@@ -75,8 +75,9 @@ class DraftModel:
         return Proposal(mx.concatenate(drafted), mx.concatenate(rows))
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Forget drafts that are not in the committed `tokens`."""
+        """Forget drafts that are not in the committed `tokens`, which are never taken back."""
         self.context.rewind(min(self.context.length, len(tokens) - 1))
+        self.context.settle(self.context.length)
 
     def close(self) -> None:
         self.context.close()
