@@ -49,7 +49,7 @@ def test_attention_equals_its_twin_and_reads_nothing_unseen(case: Case) -> None:
 @pytest.mark.parametrize("head_dim", registry.HEAD_SIZES)
 def test_attention_of_the_full_matrix(head_dim: int, pytestconfig: pytest.Config) -> None:
     if "slow" not in pytestconfig.getoption("markexpr"):
-        pytest.skip("takes half an hour: select it with -m slow")
+        pytest.skip("takes about 40 minutes: select it with -m slow")
     factors = [*FACTORS.items()]
     factors = [(n, v) for n, v in factors if n not in ("head_dim", "dtype")]
     cases = [
