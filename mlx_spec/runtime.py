@@ -24,7 +24,8 @@ from mlx_spec.loader import load as load_model
 from mlx_spec.memory import check_cache_fits
 from mlx_spec.metrics import Statistics
 from mlx_spec.speculation import DraftModel
-from mlx_spec.tokenizer import StopScanner, Tokenizer
+from mlx_spec.text_stream import StopScanner
+from mlx_spec.tokenizer import Tokenizer
 
 _log = logging.getLogger("mlx_spec")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from mlx_spec.errors import BadConfig
-from mlx_spec.tokenizer import StopScanner, TextStream, Tokenizer
+from mlx_spec.text_stream import StopScanner, TextStream
+from mlx_spec.tokenizer import Tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|user|>"]
 
@@ -68,6 +71,23 @@ TOKENIZERS = {
 every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 
+codecs.register_error("each byte", lambda error: ("\ufffd" * (error.end - error.start), error.end))
+
+
+def _expected(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """What `decode` gives where only the bytes of broken characters become U+FFFD, not the run they are in."""
+    values = tokenizer._byte_values
+    token_of = {value: token for token, value in values.items()}
+    mended: list[int] = []
+    for are_bytes, run in groupby((t for t in tokens if t not in tokenizer._skipped), values.__contains__):
+        if are_bytes:
+            text = bytes(values[token] for token in run).decode("utf-8", "each byte")
+            mended += [token_of[value] for value in text.encode()]
+        else:
+            mended += run
+    return tokenizer.decode(mended)
+
+
 def _pieces(stream: TextStream, tokens: list[int]) -> list[str]:
     return [*(stream.add(token) for token in tokens), stream.finish()]
 
@@ -81,7 +101,10 @@ def test_stream_equals_decode(name: str, data: st.DataObject) -> None:
     # Few distinct tokens make long runs of the same awkward ones.
     few = data.draw(st.lists(any_token, min_size=1, max_size=5))
     tokens = data.draw(st.lists(st.one_of(any_token, st.sampled_from(few)), max_size=120))
-    assert "".join(_pieces(tokenizer.stream(), tokens)) == tokenizer.decode(tokens)
+    text = "".join(_pieces(tokenizer.stream(), tokens))
+    assert text == _expected(tokenizer, tokens)
+    if "\ufffd" not in text:
+        assert text == tokenizer.decode(tokens)
 
 
 @every_tokenizer
@@ -133,6 +156,26 @@ def test_stream_gives_words_as_they_come() -> None:
     assert smile == ["b", "", "", "😀", "b"]
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_stream_gives_the_characters_of_byte_tokens_as_they_come(fused: bool) -> None:
+    tokenizer = sentencepiece(fused=fused)
+    vocabulary = tokenizer.vocabulary()
+    stream = tokenizer.stream()
+    values = ["▁a", 0x0A, 0x0A, *"é".encode(), *"😀".encode(), 0xE4, 0x0A, 0xFF, 0x0A, "b"]
+    tokens = [vocabulary[value if isinstance(value, str) else f"<0x{value:02X}>"] for value in values]
+    given = ["a", "\n", "\n", "", "é", "", "", "", "😀", "", "\ufffd\n", "\ufffd", "\n", "b"]
+    assert [stream.add(token) for token in tokens] == given
+
+
+def test_strings_like_byte_tokens_may_be_no_bytes() -> None:
+    strings = sorted({*pre_tokenizers.ByteLevel.alphabet(), *(f"<0x{byte:02X}>" for byte in range(256))})
+    backend = Backend(models.BPE({string: token for token, string in enumerate(strings)}, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = _wrap(backend)
+    tokens = [tokenizer.vocabulary()[string] for string in ("<0xE4>", "<0x41>", "a")]
+    assert _pieces(tokenizer.stream(), tokens) == ["<0xE4>", "<0x41>", "a", ""]
+
+
 def _naive(text: str, stop: list[str]) -> tuple[str, bool]:
     for end in range(1, len(text) + 1):
         lengths = [len(string) for string in stop if text[:end].endswith(string)]
@@ -171,6 +214,12 @@ def test_stop_string_that_begins_another_wins(stop: list[str]) -> None:
     assert StopScanner(stop).add("xaby") == ("x", True)
 
 
+@pytest.mark.parametrize("stop", [None, 5, [3], [b"x"]])
+def test_what_is_no_stop_string_is_refused(stop: Any) -> None:
+    with pytest.raises(BadConfig, match="stop"):
+        StopScanner(stop)
+
+
 def test_empty_stop_string_is_refused() -> None:
     with pytest.raises(BadConfig, match="''"):
         StopScanner(["x", ""])
@@ -205,6 +254,7 @@ REFUSES = ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception
 DROPS = ("{% for m in messages %}{% if m.role != 'system' %}{{ m.role }}:{{ m.content }}\n{% endif %}"
          "{% endfor %}")
 RAISES = "{{ raise_exception('Conversation roles must alternate') }}"
+IGNORES = "Hello!"
 ARGUMENT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if shout %}!{% endif %}"
 
 
@@ -260,9 +310,28 @@ def test_a_template_that_raises_is_one_line_with_a_way_out(roles: tuple[str, ...
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("roles", [("user",), ("system", "user"), ("system",), ("user", "assistant")])
+def test_a_template_that_leaves_the_messages_out(roles: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(BadConfig, match=r"leaves out what the (user|assistant) says; .*--raw"):
+        byte_level(IGNORES).chat([_message(role, "How are you?") for role in roles])
+    assert not caplog.records
+
+
+def test_a_template_may_change_how_a_text_is_written() -> None:
+    tokenizer = byte_level("{% for m in messages %}{{ m.content | replace('\n', ' ') | trim }}{% endfor %}")
+    assert _all(tokenizer, tokenizer.chat([_message("user", " a\nb\n")])) == "a b"
+
+
 def test_chat_without_template_is_refused() -> None:
-    with pytest.raises(BadConfig, match="--raw"):
-        byte_level().chat([_message("user", "x")])
+    with pytest.raises(BadConfig, match="leave --system out"):
+        byte_level().chat([_message("system", "s"), _message("user", "x")])
+
+
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(BadConfig, match=r"the text has '.ud800' at character 1"):
+        byte_level().encode("a\ud800b")
+    with pytest.raises(BadConfig, match=r"the content of message 0 has '.udcff' at character 0"):
+        byte_level(PLAIN).chat([_message("user", "\udcff")])
 
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user"}], [{"role": "", "content": "x"}], ["text"],
