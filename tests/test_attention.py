@@ -1,37 +1,24 @@
-"""Attention over pages against plain attention in float64; rotation against MLX's own."""
+"""Attention over pages that hides nothing, against plain attention in float64."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from cache_positions import THETA, default_frequencies, rotated
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.attention import AttentionPass, Rope, _rotation
+from mlx_spec.attention import AttentionPass
 from mlx_spec.kv import PAGE, PagePool, PageTable
+from mlx_spec.rotary import Rotary
 
 Array = np.ndarray
-THETA = 10000.0
 
 
-def unrotated(x: mx.array, offset: int | mx.array) -> mx.array:
-    return x
-
-
-def rope(head_dim: int, interleaved: bool = False, scaling: dict[str, Any] | None = None) -> Rope:
-    return initialize_rope(head_dim, THETA, interleaved, scaling, 4096)
-
-
-def rotated(x: Array, offset: int, interleaved: bool) -> Array:
-    """Su et al. 2021 in float64. x and result (heads, n, head_dim)."""
-    half = x.shape[-1] // 2
-    angles = (offset + np.arange(x.shape[1]))[:, None] * THETA ** (-np.arange(half) / half)  # (n, half)
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
-    one = first * np.cos(angles) - second * np.sin(angles)
-    two = first * np.sin(angles) + second * np.cos(angles)
-    return np.stack([one, two], -1).reshape(x.shape) if interleaved else np.concatenate([one, two], -1)
+def rope(head_dim: int, interleaved: bool = False) -> Rotary:
+    return Rotary(initialize_rope(head_dim, THETA, interleaved, None, 4096), head_dim)
 
 
 def plain_attention(queries: Array, keys: Array, values: Array, scale: float) -> Array:
@@ -48,8 +35,8 @@ def plain_attention(queries: Array, keys: Array, values: Array, scale: float) ->
 class Sequence:
     """A table, and all its un-rotated keys and values per layer."""
 
-    def __init__(self, pool: PagePool, heads: int, rope: Any, interleaved: bool, seed: int) -> None:
-        self.pool, self.heads, self.rope, self.interleaved = pool, heads, rope, interleaved
+    def __init__(self, pool: PagePool, heads: int, rotary: Rotary, seed: int, rotates: bool = True) -> None:
+        self.pool, self.heads, self.rotary, self.rotates = pool, heads, rotary, rotates
         self.table = PageTable(pool)
         self.random = np.random.default_rng(seed)
         empty = np.zeros((pool.kv_heads, 0, pool.head_dim))
@@ -68,9 +55,11 @@ class Sequence:
         self.keys[layer] = np.concatenate([self.keys[layer], keys], axis=1)
         self.values[layer] = np.concatenate([self.values[layer], values], axis=1)
         all_keys = self.keys[layer]
-        if self.rope is not unrotated:
-            queries = rotated(queries, offset, self.interleaved)
-            all_keys = rotated(all_keys, 0, self.interleaved)
+        if self.rotates:
+            frequencies, interleaved = default_frequencies(self.pool.head_dim), self.rotary.interleaved
+            positions = np.arange(all_keys.shape[1])
+            queries = rotated(queries, positions[offset:], frequencies, interleaved)
+            all_keys = rotated(all_keys, positions, frequencies, interleaved)
         return plain_attention(queries, all_keys, self.values[layer], scale)
 
     def rewind(self, length: int) -> None:
@@ -85,7 +74,7 @@ def step(sequences: list[Sequence], rows: int, tolerance: float) -> list[mx.arra
     for sequence in sequences:
         sequence.table.append(rows)
     tables = [sequence.table for sequence in sequences]
-    attention = AttentionPass(pool, tables, rows, first.rope, first.interleaved)
+    attention = AttentionPass(pool, tables, rows, first.rotary)
     scale, outputs = pool.head_dim**-0.5, []
     for layer in range(len(pool.keys)):
         new = [sequence.new_rows(rows) for sequence in sequences]
@@ -127,7 +116,7 @@ def test_attention_equals_plain_attention(
     pool = pool_of(kv_heads, head_dim)
     if scattered:
         scatter(pool)
-    sequence = Sequence(pool, heads, rope(head_dim, interleaved), interleaved, seed=head_dim)
+    sequence = Sequence(pool, heads, rope(head_dim, interleaved), seed=head_dim)
     for rows in PLAN:
         step([sequence], rows, tolerance=1e-5)
     assert sequence.table.consecutive is not scattered
@@ -141,7 +130,7 @@ def test_attention_in_sixteen_bits(scattered: bool) -> None:
     pool = pool_of(2, 32, mx.bfloat16)
     if scattered:
         scatter(pool)
-    sequence = Sequence(pool, 4, rope(32), False, seed=1)
+    sequence = Sequence(pool, 4, rope(32), seed=1)
     for rows in PLAN:
         step([sequence], rows, tolerance=0.03)
     assert sequence.table.consecutive is not scattered
@@ -154,7 +143,7 @@ def test_both_ways_agree(rows: int) -> None:
         pool = pool_of(2, 16)
         if scattered:
             scatter(pool)
-        sequence = Sequence(pool, 4, rope(16), False, seed=3)
+        sequence = Sequence(pool, 4, rope(16), seed=3)
         step([sequence], 126, tolerance=1e-5)
         results.append(step([sequence], rows, tolerance=1e-5))
     for dense, gathered in zip(*results, strict=True):
@@ -169,7 +158,7 @@ def test_a_batch_equals_single_passes(scattered: bool, interleaved: bool, rows: 
     if scattered:
         scatter(together)
     sequences = [
-        [Sequence(pool, 4, rope(16, interleaved), interleaved, seed=seed) for seed in range(3)]
+        [Sequence(pool, 4, rope(16, interleaved), seed=seed) for seed in range(3)]
         for pool in (together, alone)
     ]
     for batch, single, length in zip(*sequences, (3, 64, 131), strict=True):
@@ -184,9 +173,9 @@ def test_a_batch_equals_single_passes(scattered: bool, interleaved: bool, rows: 
 
 def test_a_batch_of_forks_writes_to_each_alone() -> None:
     pool = pool_of(1, 8)
-    parent = Sequence(pool, 2, rope(8), False, seed=0)
+    parent = Sequence(pool, 2, rope(8), seed=0)
     step([parent], 70, tolerance=1e-5)
-    child = Sequence(pool, 2, parent.rope, False, seed=1)
+    child = Sequence(pool, 2, parent.rotary, seed=1)
     child.table, child.keys, child.values = parent.table.fork(), list(parent.keys), list(parent.values)
     for _ in range(3):
         step([parent, child], 2, tolerance=1e-5)
@@ -194,58 +183,21 @@ def test_a_batch_of_forks_writes_to_each_alone() -> None:
     assert parent.table.pages[1] != child.table.pages[1]
 
 
-def test_nothing_is_rotated_where_the_rope_does_nothing() -> None:
-    sequence = Sequence(pool_of(2, 16), 4, unrotated, False, seed=0)
+def test_nothing_is_rotated_where_no_channel_turns() -> None:
+    still = Rotary(SimpleNamespace(_freqs=[np.inf] * 8), 16)
+    sequence = Sequence(pool_of(2, 16), 4, still, seed=0, rotates=False)
     for rows in PLAN:
         step([sequence], rows, tolerance=1e-5)
 
 
-# Rotation.
-
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-SCALINGS: dict[str, dict[str, Any] | None] = {
-    "default": None,
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "llama3": LLAMA3,
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "longrope": {
-        "rope_type": "longrope", "original_max_position_embeddings": 64,
-        "short_factor": [1.0] * 8, "long_factor": [1.0 + i / 4 for i in range(8)],
-    },
-}
-
-
-@pytest.mark.parametrize("kind", SCALINGS)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_rotation_is_the_rope(kind: str, interleaved: bool, rows: int, dtype: mx.Dtype) -> None:
-    interleaved = interleaved and kind != "longrope"  # mlx-lm's has no such form
-    embedding = rope(16, interleaved, SCALINGS[kind])
-    queries = mx.random.normal((1, 4, rows, 16), key=mx.random.key(0)).astype(dtype)
-    tolerance = 2e-6 if dtype == mx.float32 else 0.03
-    for offset in (0, 1, 63, 64, 1000):
-        rotate = _rotation(embedding, interleaved, 1, rows, 16, offset)
-        expected, actual = embedding(queries, offset=offset), rotate(queries)
-        assert actual.dtype == dtype
-        assert actual.shape == expected.shape
-        difference = mx.abs(actual.astype(mx.float32) - expected.astype(mx.float32)).max()
-        assert difference.item() <= tolerance * mx.abs(expected).max().item()
-
-
-@pytest.mark.parametrize("kind", [kind for kind in SCALINGS if kind != "dynamic"])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotation_of_a_batch_is_the_rope_at_each_offset(kind: str, interleaved: bool) -> None:
-    interleaved = interleaved and kind != "longrope"
-    embedding = rope(16, interleaved, SCALINGS[kind])
-    keys = mx.random.normal((3, 2, 4, 16), key=mx.random.key(0))
-    offsets = [0, 7, 300]
-    actual = _rotation(embedding, interleaved, 3, 4, 16, mx.array(offsets))(keys)
-    for index, offset in enumerate(offsets):
-        expected = embedding(keys[index : index + 1], offset=offset)
-        np.testing.assert_allclose(np.array(actual[index]), np.array(expected[0]), atol=1e-5, rtol=0)
-
+def test_a_pass_on_a_gpu_uses_the_fused_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(Rotary, "rows", None)
+    sequences = [Sequence(pool_of(2, 16), 4, rope(16), seed=0)]
+    for rows in PLAN:
+        step(sequences, rows, tolerance=1e-4)
+    pool = pool_of(2, 16)
+    sequences = [Sequence(pool, 4, rope(16), seed=seed) for seed in range(2)]
+    step([sequences[0]], 70, tolerance=1e-4)
+    for rows in (1, 3):
+        step(sequences, rows, tolerance=1e-4)
