@@ -1,9 +1,11 @@
-"""Pages against plain lists: whatever is appended, rewound, forked or closed, a sequence reads its own."""
+"""Pages against plain lists: whatever is appended, rewound, settled, forked or closed, a sequence reads its own, in
+every storage, and holds no page longer than a row can come that sees it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,13 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from mlx_spec.attention import _slots
+from mlx_spec.errors import DoesNotFit
 from mlx_spec.kv import PAGE, PagePool, PageTable
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 3
 
 
-def new_pool(dtype: mx.Dtype = mx.float32) -> PagePool:
-    return PagePool(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype)
+def new_pool(dtype: mx.Dtype = mx.float32, int8: bool = False) -> PagePool:
+    return PagePool(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype, int8=int8)
 
 
 def vectors(tokens: list[int], layer: int, sign: int) -> np.ndarray:
@@ -29,31 +32,54 @@ def vectors(tokens: list[int], layer: int, sign: int) -> np.ndarray:
     return (sign * (np.array(tokens).reshape(1, 1, -1, 1) * 16 + channel + 1)).astype(np.float32)
 
 
+def parts(pool: PagePool, tokens: list[int], layer: int) -> list[np.ndarray]:
+    """The same as the pool stores it: rows, or for INT8 bytes and scales that belong together."""
+    stored = []
+    for sign in (1, -1):
+        rows = vectors(tokens, layer, sign)
+        if pool.int8:
+            rows = rows.astype(np.int64)
+            stored += [rows % 251 - 125, rows[..., 0] % 2039]  # both exact in their types
+        else:
+            stored.append(rows)
+    return stored
+
+
+def arrays(pool: PagePool) -> list[list[mx.array]]:
+    """All that the pool holds, in the order of `parts`."""
+    if pool.key_scales is None or pool.value_scales is None:
+        return [pool.keys, pool.values]
+    return [pool.keys, pool.key_scales, pool.values, pool.value_scales]
+
+
 def write(table: PageTable, tokens: list[int]) -> None:
     """Append as one pass of attention does: lazily, layer by layer."""
-    start = table.length
+    start, pool = table.length, table.pool
     table.append(len(tokens))
-    where, _ = _slots(table, start)
+    where, _ = _slots(table, start, read_all=False)
     for layer in range(LAYERS):
-        keys, values = table.pool.keys[layer], table.pool.values[layer]
-        keys[:, :, where] = mx.array(vectors(tokens, layer, 1)).astype(keys.dtype)
-        values[:, :, where] = mx.array(vectors(tokens, layer, -1)).astype(values.dtype)
+        new = zip(parts(pool, tokens, layer), arrays(pool), strict=True)
+        pool.write(layer, where, [mx.array(part).astype(kind[layer].dtype) for part, kind in new])
 
 
-def check_contents(table: PageTable, tokens: list[int]) -> None:
-    """Both ways of reading, and position by position."""
+def check_contents(table: PageTable, tokens: list[int], gone: frozenset[int] = frozenset()) -> None:
+    """Every position whose page is not `gone`; if none is, both ways of reading."""
     assert table.length == len(tokens)
-    assert len(table.pages) == -(-len(tokens) // PAGE)
-    if not tokens:
+    assert table.dropped == len(gone)
+    assert len(table.pages) == -(-len(tokens) // PAGE) - len(gone)
+    held = [position for position in range(len(tokens)) if position // PAGE not in gone]
+    if not held:
         return
-    _, way = _slots(table, table.length)
-    assert isinstance(way, slice) == table.consecutive
-    gathered = mx.array([table.slot(position) for position in range(table.length)])
+    ways: list[slice | mx.array] = [mx.array([table.slot(position) for position in held])]
+    if not gone:
+        _, way = _slots(table, table.length, read_all=True)
+        assert isinstance(way, slice) == table.consecutive
+        ways.append(way)
+    kept = [tokens[position] for position in held]
     for layer in range(LAYERS):
-        for arrays, sign in ((table.pool.keys, 1), (table.pool.values, -1)):
-            expected = vectors(tokens, layer, sign)
-            np.testing.assert_array_equal(np.array(arrays[layer][:, :, way]), expected)
-            np.testing.assert_array_equal(np.array(mx.take(arrays[layer], gathered, axis=2)), expected)
+        for kind, expected in zip(arrays(table.pool), parts(table.pool, kept, layer), strict=True):
+            for way in ways:
+                np.testing.assert_array_equal(np.array(kind[layer][:, :, way]), expected)
 
 
 def check_pool(pool: PagePool, tables: list[PageTable]) -> None:
@@ -61,80 +87,137 @@ def check_pool(pool: PagePool, tables: list[PageTable]) -> None:
     held = Counter(page for table in tables for page in table.pages)
     assert [pool.references(page) for page in range(pool.pages)] == [held[page] for page in range(pool.pages)]
     assert pool.pages_in_use == len(held)
-    assert pool.nbytes == sum(array.nbytes for array in pool.keys + pool.values)
-    assert {array.shape for array in pool.keys + pool.values} == {(1, KV_HEADS, pool.pages * PAGE, HEAD_DIM)}
+    everything = [array for kind in arrays(pool) for array in kind]
+    assert pool.nbytes == sum(array.nbytes for array in everything)
+    assert {array.shape[:3] for array in everything} == {(1, KV_HEADS, pool.pages * PAGE)}
     for table in tables:
         assert len(set(table.pages)) == len(table.pages)
 
 
-class Sequences(RuleBasedStateMachine):
-    """Several tables of one pool, each beside the plain list of its tokens."""
+class Model:
+    """A table beside what it should hold: the plain list of its tokens, and which pages are gone."""
 
+    def __init__(self, table: PageTable, tokens: list[int], gone: set[int], settled: int) -> None:
+        self.table, self.tokens, self.gone, self.settled = table, tokens, gone, settled
+
+    @property
+    def head(self) -> int:
+        """Pages with sinks: never gone."""
+        return -(-self.table.sinks // PAGE)
+
+    def oldest_seen(self, length: int) -> int:
+        """By the row at `length`, after the sinks."""
+        return 0 if self.table.window is None else max(0, length + 1 - self.table.window)
+
+    def may_rewind(self, length: int) -> bool:
+        """Whether all that the next row would then see is still there."""
+        return not any(position // PAGE in self.gone for position in range(self.oldest_seen(length), length))
+
+    def rewind(self, length: int) -> None:
+        self.table.rewind(length)
+        del self.tokens[length:]
+        self.gone = {page for page in self.gone if page * PAGE < length}
+        self.settled = min(self.settled, length)
+
+    def settle(self, length: int) -> None:
+        self.table.settle(length)
+        self.settled = max(self.settled, length)
+        pages = range(self.head, -(-len(self.tokens) // PAGE))
+        self.gone |= {page for page in pages if (page + 1) * PAGE <= self.oldest_seen(length)}
+
+    def check(self) -> None:
+        check_contents(self.table, self.tokens, frozenset(self.gone))
+        length = len(self.tokens)
+        hidden = range(self.table.sinks, self.oldest_seen(length - 1) if length else 0)
+        assert self.table.hides is (len(hidden) > 0)
+
+
+class Sequences(RuleBasedStateMachine):
+    """Several tables of one pool, with and without windows, each beside its model."""
+
+    int8 = False
     tables = Bundle("tables")
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = new_pool()
-        self.contents: dict[int, tuple[PageTable, list[int]]] = {}
+        self.pool = new_pool(int8=self.int8)
+        self.contents: dict[int, Model] = {}
         self.written = 0
         self.named = 0
 
-    def _add(self, table: PageTable, tokens: list[int]) -> int:
+    def _add(self, model: Model) -> int:
         self.named += 1
-        self.contents[self.named] = (table, tokens)
+        self.contents[self.named] = model
         return self.named
 
-    @rule(target=tables)
-    def start(self) -> int:
-        return self._add(PageTable(self.pool), [])
+    @rule(target=tables, sinks=st.sampled_from([0, 4, 64, 70]), window=st.sampled_from([None, 2, 65, 100, 128]))
+    def start(self, sinks: int, window: int | None) -> int:
+        return self._add(Model(PageTable(self.pool, sinks, window), [], set(), 0))
 
     @rule(name=tables, count=st.one_of(st.integers(1, 9), st.sampled_from([63, 64, 65, 128, 200])))
     def extend(self, name: int, count: int) -> None:
-        table, tokens = self.contents[name]
         new = list(range(self.written, self.written + count))
         self.written += count
-        write(table, new)
-        tokens += new
+        write(self.contents[name].table, new)
+        self.contents[name].tokens += new
+
+    @rule(name=tables, count=st.integers(1, 7), kept=st.integers(0, 6))
+    def verify(self, name: int, count: int, kept: int) -> None:
+        """A round of speculation: rows of which some are taken back, which the pages must never stand against."""
+        self.extend(name, count)
+        model = self.contents[name]
+        model.rewind(len(model.tokens) - min(kept, count - 1))
+        model.settle(len(model.tokens))
+
+    @rule(name=tables, data=st.data())
+    def settle(self, name: int, data: st.DataObject) -> None:
+        model = self.contents[name]
+        length = len(model.tokens)
+        model.settle(data.draw(st.one_of(st.just(length), st.integers(0, length))))
 
     @rule(name=tables, data=st.data())
     def rewind(self, name: int, data: st.DataObject) -> None:
-        table, tokens = self.contents[name]
-        length = len(tokens)
+        model = self.contents[name]
+        length = len(model.tokens)
         borders = list(range(0, length + 1, PAGE))
         near = [max(0, length - back) for back in range(6)]
         target = data.draw(st.one_of(st.sampled_from(borders + near), st.integers(0, length)))
-        table.rewind(target)
-        del tokens[target:]
+        if model.may_rewind(target):
+            model.rewind(target)
+        else:
+            assert model.head * PAGE < target < model.settled
+            with pytest.raises(ValueError, match=f"cannot rewind {length} positions to {target}"):
+                model.table.rewind(target)
 
     @rule(target=tables, name=tables)
     def fork(self, name: int) -> int:
-        table, tokens = self.contents[name]
+        model = self.contents[name]
         before = self.pool.pages_in_use
-        other = table.fork()
+        other = model.table.fork()
         assert self.pool.pages_in_use == before  # nothing is copied until one of the two writes
-        return self._add(other, list(tokens))
+        return self._add(Model(other, list(model.tokens), set(model.gone), model.settled))
 
     @rule(name=consumes(tables))
     def close(self, name: int) -> None:
-        table, _ = self.contents.pop(name)
-        table.rewind(0)
+        self.contents.pop(name).table.rewind(0)
 
     @rule(name=tables, excess=st.integers(1, 100))
     def rewind_wrongly(self, name: int, excess: int) -> None:
-        table, tokens = self.contents[name]
-        for target in (len(tokens) + excess, -excess):
-            with pytest.raises(ValueError, match=f"cannot rewind {len(tokens)} positions to {target}"):
-                table.rewind(target)
+        model = self.contents[name]
+        length = len(model.tokens)
+        for target in (length + excess, -excess):
+            with pytest.raises(ValueError, match=f"cannot rewind {length} positions to {target}"):
+                model.table.rewind(target)
 
     @invariant()
     def everything_is_where_it_belongs(self) -> None:
-        check_pool(self.pool, [table for table, _ in self.contents.values()])
-        for table, tokens in self.contents.values():
-            check_contents(table, tokens)
+        check_pool(self.pool, [model.table for model in self.contents.values()])
+        for model in self.contents.values():
+            model.check()
 
     def teardown(self) -> None:
-        for table, _ in self.contents.values():
-            table.rewind(0)
+        for model in self.contents.values():
+            model.table.rewind(0)
         assert self.pool.pages_in_use == 0
         if self.pool.pages:  # and all of it can be used again
             pages = self.pool.pages
@@ -144,17 +227,35 @@ class Sequences(RuleBasedStateMachine):
             assert table.consecutive
 
 
-Sequences.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=25, deadline=None, derandomize=True,
+class Int8Sequences(Sequences):
+    int8 = True
+
+
+SETTINGS = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+Sequences.TestCase.settings = Int8Sequences.TestCase.settings = SETTINGS
 TestSequences = Sequences.TestCase
+TestInt8Sequences = Int8Sequences.TestCase
 
 
 def filled(pool: PagePool, length: int, first: int = 0) -> tuple[PageTable, list[int]]:
     table, tokens = PageTable(pool), list(range(first, first + length))
     write(table, tokens)
     return table, tokens
+
+
+def one_page_each(pool: PagePool, count: int) -> list[tuple[PageTable, list[int]]]:
+    """Sequences of 64 tokens on pages 0, 1, ... of an empty pool."""
+    whole, tokens = filled(pool, count * PAGE)
+    assert whole.pages == list(range(count))
+    tables = []
+    for page in whole.pages:
+        table = PageTable(pool)
+        table.pages, table.length = [page], PAGE
+        tables.append((table, tokens[page * PAGE : (page + 1) * PAGE]))
+    return tables
 
 
 # Rewind.
@@ -289,10 +390,9 @@ def test_a_sequence_after_a_closed_one_is_consecutive_again() -> None:
 
 def test_the_largest_free_run_is_taken() -> None:
     pool = new_pool()
-    tables = [filled(pool, PAGE)[0] for _ in range(12)]
-    assert [table.pages for table in tables] == [[page] for page in range(12)]
+    tables = one_page_each(pool, 12)
     for page in (1, 5, 6, 7):
-        tables[page].rewind(0)
+        tables[page][0].rewind(0)
     new, tokens = filled(pool, 3 * PAGE)
     assert new.pages == [5, 6, 7]
     check_contents(new, tokens)
@@ -300,7 +400,7 @@ def test_the_largest_free_run_is_taken() -> None:
 
 def test_the_next_page_is_preferred_to_a_larger_run() -> None:
     pool = new_pool()
-    tables = [filled(pool, PAGE) for _ in range(12)]
+    tables = one_page_each(pool, 12)
     for page in (0, 1, 2, 3, 6, 7):
         tables[page][0].rewind(0)
     table, tokens = tables[5]
@@ -313,20 +413,41 @@ def test_the_next_page_is_preferred_to_a_larger_run() -> None:
 
 def test_a_copied_page_follows_its_predecessor_if_it_can() -> None:
     pool = new_pool()
-    tables = [filled(pool, PAGE) for _ in range(12)]
+    tables = one_page_each(pool, 12)
     for page in (1, 2, 6, 7, 8, 9):
         tables[page][0].rewind(0)
     parent, tokens = tables[0]
     write(parent, [900])
     child = parent.fork()
     write(child, [901])
-    assert (parent.pages, child.pages) == ([0, 1], [0, 6])
+    assert (parent.pages, child.pages) == ([0, 1], [0, 7])  # in the middle of what is free
     parent.rewind(0)
     grandchild = child.fork()
     write(grandchild, [902])
     assert grandchild.pages == [0, 1]
     check_contents(child, [*tokens, 900, 901])
     check_contents(grandchild, [*tokens, 900, 901, 902])
+
+
+def test_a_prompt_beside_another_sequence_is_consecutive() -> None:
+    pool = new_pool()
+    first, _ = filled(pool, 4 * PAGE)
+    second, tokens = filled(pool, 30 * PAGE)
+    assert second.consecutive
+    check_contents(second, tokens)
+    third, _ = filled(pool, 1)
+    assert third.consecutive
+    assert first.consecutive
+
+
+def test_a_sequence_begins_where_the_one_before_can_still_grow() -> None:
+    pool = new_pool()
+    pool.release(pool.allocate(40))
+    tables = [PageTable(pool), PageTable(pool)]
+    for _ in range(10):
+        for table in tables:
+            write(table, list(range(PAGE)))
+    assert all(table.consecutive for table in tables)
 
 
 def test_pages_that_do_not_follow_are_still_the_right_ones() -> None:
@@ -369,23 +490,23 @@ def test_growth_keeps_what_is_there() -> None:
     assert tokens[0] == 0
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+@pytest.mark.parametrize(("int8", "fails_at"), [(False, at) for at in (1, 2, 3, 4)] + [(True, at) for at in (1, 4, 8)])
 def test_memory_that_cannot_be_had_leaves_everything_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, fails_at: int
+    monkeypatch: pytest.MonkeyPatch, int8: bool, fails_at: int
 ) -> None:
-    pool = new_pool()
+    pool = new_pool(int8=int8)
     table, tokens = filled(pool, 4 * PAGE)
     blank, calls = PagePool._blank, 0
 
-    def failing(self: PagePool, pages: int) -> mx.array:
+    def failing(self: PagePool, *arguments: Any) -> mx.array:
         nonlocal calls
         calls += 1
         if calls == fails_at:
             raise RuntimeError("no memory")
-        return blank(self, pages)
+        return blank(self, *arguments)
 
     monkeypatch.setattr(PagePool, "_blank", failing)
-    with pytest.raises(RuntimeError, match="no memory"):
+    with pytest.raises(DoesNotFit, match=r"256 more tokens .* beside 256.*; give .* --kv int8"):
         table.append(1)
     monkeypatch.undo()
     check_contents(table, tokens)
@@ -412,13 +533,90 @@ def test_a_failing_copy_on_write_leaks_no_page(monkeypatch: pytest.MonkeyPatch) 
     check_contents(child, tokens)
 
 
-def test_a_copied_page_is_that_page() -> None:
-    pool = new_pool()
-    table, _ = filled(pool, 3 * PAGE)
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_copied_page_is_that_page(int8: bool) -> None:
+    pool = new_pool(int8=int8)
+    table, tokens = filled(pool, 3 * PAGE)
     pool.copy_page(1, 3)
     for layer in range(LAYERS):
-        for array in (pool.keys[layer], pool.values[layer]):
-            whole = np.array(array)
-            np.testing.assert_array_equal(whole[:, :, 3 * PAGE : 4 * PAGE], whole[:, :, PAGE : 2 * PAGE])
-            assert (whole[:, :, : 3 * PAGE] != 0).all()
+        for kind, written in zip(arrays(pool), parts(pool, tokens, layer), strict=True):
+            whole = np.array(kind[layer])
+            np.testing.assert_array_equal(whole[:, :, 3 * PAGE : 4 * PAGE], written[:, :, PAGE : 2 * PAGE])
+            np.testing.assert_array_equal(whole[:, :, : 3 * PAGE], written)
     assert table.length == 3 * PAGE
+
+
+# Windows.
+
+
+@pytest.mark.parametrize("sinks", [0, 4, 64, 70])
+@pytest.mark.parametrize("window", [65, 128, 200])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_a_sequence_holds_the_window_the_sinks_and_a_page_more_at_most(sinks: int, window: int, rows: int) -> None:
+    pool = new_pool()
+    table = PageTable(pool, sinks, window)
+    for start in range(0, 1000, rows):
+        write(table, list(range(start, start + rows)))
+        table.settle(table.length)
+        # What the next row sees of what is held, and how many pages that must take.
+        needed = min(table.length, window - 1)
+        assert table.dropped == max(0, (table.length + 1 - window) // PAGE - table.head_pages)
+        assert len(table.pages) <= table.head_pages + -(-needed // PAGE) + 1
+    most = table.head_pages + -(-(window + rows) // PAGE) + 1
+    assert pool.pages <= max(4, most + 4)
+    table.rewind(0)
+    check_pool(pool, [])
+
+
+def test_a_window_as_long_as_the_sequence_drops_nothing() -> None:
+    pool = new_pool()
+    table = PageTable(pool, 4, 500)
+    write(table, list(range(500)))
+    for length in (0, 250, 499):
+        table.settle(length)
+        assert not table.hides
+        assert table.consecutive
+    write(table, [1] * 4)
+    assert not table.hides
+    write(table, [1])
+    assert table.hides
+    table.settle(505)
+    assert table.dropped == 0  # position 6 is in the first page, with the sinks
+    without = PageTable(pool)
+    write(without, list(range(500)))
+    without.settle(500)
+    assert len(without.pages) == 8
+    assert not without.hides
+
+
+def test_a_fork_keeps_what_the_other_drops() -> None:
+    pool = new_pool()
+    parent = Model(PageTable(pool, 4, 65), [], set(), 0)
+    write(parent.table, list(range(300)))
+    parent.tokens += range(300)
+    child = Model(parent.table.fork(), list(parent.tokens), set(), 0)
+    parent.settle(300)
+    assert parent.gone == {1, 2}
+    parent.check()
+    child.check()
+    assert (child.table.sinks, child.table.window) == (4, 65)
+    check_pool(pool, [parent.table, child.table])
+    child.rewind(130)
+    write(child.table, [900, 901])
+    child.tokens += [900, 901]
+    child.check()
+    parent.check()
+    grandchild = parent.table.fork()
+    write(grandchild, list(range(500, 600)))
+    check_contents(grandchild, [*range(300), *range(500, 600)], frozenset({1, 2}))
+    parent.check()
+    check_pool(pool, [parent.table, child.table, grandchild])
+
+
+def test_a_dropped_page_is_used_again() -> None:
+    pool = new_pool()
+    table = PageTable(pool, 0, 65)
+    for start in range(0, 50 * PAGE, 16):
+        write(table, list(range(start, start + 16)))
+        table.settle(table.length)
+    assert pool.pages == 4

@@ -129,24 +129,24 @@ class PagePool:
         if missing > 0:
             self._grow(missing)
         taken: list[int] = []
-        following = self._start_of_longest_free_run() if after is None else after + 1
+        following = self._start_in_longest_free_run(count) if after is None else after + 1
         while len(taken) < count:
             if following >= self.pages or self._references[following] > 0:
-                following = self._start_of_longest_free_run()
+                following = self._start_in_longest_free_run(count - len(taken))
             self._references[following] = 1
             taken.append(following)
             following += 1
         return taken
 
-    def _start_of_longest_free_run(self) -> int:
-        # Behind another sequence's pages, start in the middle of the run: the other one may still grow.
+    def _start_in_longest_free_run(self, count: int) -> int:
+        # Behind another sequence's pages, leave half of what `count` pages do not need: the other one may still grow.
         best_start, best_length, start = 0, 0, 0
         for page in range(self.pages + 1):
             if page == self.pages or self._references[page] > 0:
                 if page - start > best_length:
                     best_start, best_length = start, page - start
                 start = page + 1
-        return best_start + best_length // 2 if best_start > 0 else best_start
+        return best_start + max(0, best_length - count) // 2 if best_start > 0 else best_start
 
     def retain(self, pages: Sequence[int]) -> None:
         """Count one more holder of each page."""
