@@ -62,7 +62,6 @@ class Entry:
     """Only what the file sets of [sampling] and [speculation], to show."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for the chat template, such as enable_thinking."""
-    system_prompt: str | None = None
 
     @property
     def target(self) -> str:
@@ -113,8 +112,7 @@ def _read(file: Path) -> Entry:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadConfig(f"{file}: not valid TOML: {error}. Mend or remove the file.") from error
     table = _Table(file, "", values)
-    table.only(("summary", "context_length", "system_prompt", "target", "draft", "sampling", "speculation",
-                "template", "kv"))
+    table.only(("summary", "context_length", "target", "draft", "sampling", "speculation", "template", "kv"))
     adjustable = [f.name for f in dataclasses.fields(Sampling)
                   if f.name not in ("logit_bias", "seed", "top_logprobs")]
     sampling = table.table("sampling").numbers(Sampling, adjustable)
@@ -141,7 +139,6 @@ def _read(file: Path) -> Entry:
         kv=checked_kv,
         defaults=MappingProxyType({**sampling, **speculation}),
         template=MappingProxyType(template),
-        system_prompt=table.text("system_prompt") if "system_prompt" in values else None,
     )
 
 

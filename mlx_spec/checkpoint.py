@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,28 @@ def read_config(directory: Path) -> dict[str, Any]:
     if "model_file" in config:
         raise BadConfig(f"{directory / CONFIG} asks to run {config['model_file']!r}; mlx-spec never runs "
                         "code that comes with a model. Choose one whose architecture mlx-lm defines.")
+    if not isinstance(config.get("text_config") or {}, dict):
+        raise BadConfig(f"text_config in {directory / CONFIG} is a {type(config['text_config']).__name__}, not an "
+                        "object; download the model again.")
     return config
+
+
+def check_against_tensors(config: Mapping[str, Any], tensors: Collection[str]) -> None:
+    """Raise BadConfig for a configuration that cannot be that of weights with these names.
+
+    More layers than tensors would be built for ever, and mlx-lm stumbles where packed weights are promised.
+    """
+    for source in (config, config.get("text_config") or {}):
+        packing = source.get("quantization_config")
+        method = packing.get("quant_method") if isinstance(packing, dict) else None
+        if method in ("awq", "gptq") and not any(name.endswith(".qweight") for name in tensors):
+            raise BadConfig(f"quantization_config in config.json says {method!r}, but the weights hold none packed so "
+                            "(no tensor *.qweight); download the model again.")
+        for key in ("num_hidden_layers", "num_layers", "n_layers", "n_layer"):
+            layers = source.get(key)
+            if isinstance(layers, int) and layers > len(tensors):
+                raise BadConfig(f"{key} in config.json is {layers}, but the weights hold only {len(tensors)} tensors; "
+                                "download the model again.")
 
 
 def missing_shards(present: Iterable[str], named: Iterable[str]) -> list[str]:
@@ -67,7 +88,7 @@ def missing_shards(present: Iterable[str], named: Iterable[str]) -> list[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The weight files, whole and complete. Raises ModelNotFound, naming what is missing or cut short."""
+    """The weight files. Raises ModelNotFound, naming what is missing."""
     files = sorted(directory.glob(WEIGHTS))
     if not files:
         found = _foreign(directory)
@@ -79,6 +100,11 @@ def weight_files(directory: Path) -> list[Path]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelNotFound(f"{directory} lacks {', '.join(missing[:3])}{more}; download the model again "
                             "(what is there already is kept).")
+    return files
+
+
+def tensor_owners(files: Iterable[Path]) -> dict[str, Path]:
+    """Tensor name -> its file. Raises ModelNotFound, naming a file that is cut short, and BadConfig where two clash."""
     owners: dict[str, Path] = {}
     for file in files:
         for tensor in tensor_names(file):
@@ -86,7 +112,7 @@ def weight_files(directory: Path) -> list[Path]:
                 raise BadConfig(f"{owners[tensor]} and {file.name} both hold {tensor!r}: two models in one "
                                 "directory. Remove the files of one of them.")
             owners[tensor] = file
-    return files
+    return owners
 
 
 def tensor_names(file: Path) -> list[str]:

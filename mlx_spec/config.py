@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from mlx_spec.errors import BadConfig
 
@@ -15,6 +16,27 @@ _LARGEST = 1e9  # far beyond any use; float32 arithmetic on it stays finite
 def _require(condition: bool, name: str, value: object, accepted: str) -> None:
     if not condition:
         raise BadConfig(f"{name} is {value!r}; give {accepted}.")
+
+
+def _require_number(inside: Callable[[Any], bool], name: str, value: object, accepted: str) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise BadConfig(f"{name} is {value!r}, which is no number; give {accepted}.")
+    _require(inside(value), name, value, accepted)
+
+
+def _require_whole(inside: Callable[[Any], bool], name: str, value: object, accepted: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise BadConfig(f"{name} is {value!r}, which is no whole number; give {accepted}.")
+    _require(inside(value), name, value, accepted)
+
+
+def token_id(value: Any) -> int | None:
+    """`value` as a token id, whichever type of whole number it is; None if it is none."""
+    try:
+        index = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+    return index if index is not None and index >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -47,20 +69,22 @@ class Sampling:
     """Report each token's log-probability and those of the n likeliest tokens; None reports nothing."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.temperature <= _LARGEST, "temperature", self.temperature, "0 (greedy) to 1e9")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0 and at most 1 (off)")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 (off) to 1")
-        _require(1 / _LARGEST <= self.repetition_penalty <= _LARGEST, "repetition_penalty",
-                 self.repetition_penalty, "1e-9 to 1e9; 1 is off")
+        _require_number(lambda t: 0 <= t <= _LARGEST, "temperature", self.temperature, "0 (greedy) to 1e9")
+        _require_whole(lambda k: k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _require_number(lambda p: 0 < p <= 1, "top_p", self.top_p, "more than 0 and at most 1 (off)")
+        _require_number(lambda p: 0 <= p <= 1, "min_p", self.min_p, "0 (off) to 1")
+        _require_number(lambda x: 1 / _LARGEST <= x <= _LARGEST, "repetition_penalty", self.repetition_penalty,
+                        "1e-9 to 1e9; 1 is off")
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(abs(getattr(self, name)) <= _LARGEST, name, getattr(self, name), "-1e9 to 1e9; 0 is off")
+            _require_number(lambda x: abs(x) <= _LARGEST, name, getattr(self, name), "-1e9 to 1e9; 0 is off")
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping of ids to numbers")
         for token, bias in self.logit_bias.items():
-            _require(token >= 0, "logit_bias", token, "token ids of 0 or more")
-            _require(bias == -math.inf or abs(bias) <= _LARGEST, "logit_bias", bias, "-1e9 to 1e9, or -inf")
-        _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "0 to 2**64 - 1")
-        _require(self.top_logprobs is None or 0 <= self.top_logprobs <= 100, "top_logprobs", self.top_logprobs,
-                 "0 to 100")
+            _require(token_id(token) is not None, "logit_bias", token, "token ids of 0 or more")
+            _require_number(lambda x: x == -math.inf or abs(x) <= _LARGEST, "logit_bias", bias, "-1e9 to 1e9, or -inf")
+        if self.seed is not None:
+            _require_whole(lambda n: 0 <= n < 2**64, "seed", self.seed, "0 to 2**64 - 1")
+        if self.top_logprobs is not None:
+            _require_whole(lambda n: 0 <= n <= 100, "top_logprobs", self.top_logprobs, "0 to 100")
 
     @property
     def penalises(self) -> bool:
@@ -76,7 +100,7 @@ class Speculation:
     """K: tokens drafted per target pass; 0 is plain decoding."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.draft_tokens <= 64, "draft_tokens", self.draft_tokens, "0 (no speculation) to 64")
+        _require_whole(lambda k: 0 <= k <= 64, "draft_tokens", self.draft_tokens, "0 (no speculation) to 64")
 
 
 STORAGES = ("model", "int8")
@@ -100,13 +124,11 @@ class KVConfig:
         for name in ("storage", "draft_storage"):
             _require(getattr(self, name) in STORAGES, name, getattr(self, name), " or ".join(STORAGES))
         if self.sinks != "system":
-            _require(isinstance(self.sinks, int) and 0 <= self.sinks <= 65536, "sinks", self.sinks,
-                     "0 to 65536, or system")
+            _require_whole(lambda n: 0 <= n <= 65536, "sinks", self.sinks, "0 to 65536, or system")
         if self.window is not None:
-            _require(isinstance(self.window, int), "window", self.window, "a whole number of tokens")
             least = SMALLEST_WINDOW if self.sinks == "system" else max(SMALLEST_WINDOW, self.sinks)
-            _require(self.window >= least, "window", self.window,
-                     f"at least {least}: more than a round of drafts, and no fewer than the sinks")
+            _require_whole(lambda n: n >= least, "window", self.window,
+                           f"at least {least}: more than a round of drafts, and no fewer than the sinks")
 
 
 SMALLEST_WINDOW = 65

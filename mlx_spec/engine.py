@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from mlx_spec.config import Sampling
 from mlx_spec.context import Context, prefill
+from mlx_spec.errors import MLXSpecError
 from mlx_spec.sampling import count_tokens, distribution, draw, log_probabilities
 from mlx_spec.speculation import DraftModel, verify_tokenwise
 
@@ -52,7 +53,7 @@ class _Flight:
     """A round that has been dispatched: device arrays only."""
 
     drafted: int  # k
-    packed: mx.array  # (k + 2,): accepted count, next token, drafts
+    packed: mx.array  # (k + 3,): whether the logits are numbers, accepted count, next token, drafts
     next_token: mx.array  # (1,)
     logprobs: tuple[mx.array, mx.array, mx.array] | None  # of each emitted token, and of the top n: ids, values
 
@@ -94,6 +95,7 @@ class Decoding:
 
         draft_tokens: K, tokens drafted per round. keep(tokens) sees each round's tokens, an end token included, and
         returns how many of them to keep if generation ends there, else None.
+        Raises MLXSpecError where the target's logits are no numbers.
         """
         if self._sampling.penalises:  # anew each time: an interrupted pass may have counted what was never committed
             self._seen = count_tokens(self.tokens, self._vocabulary_size)[None]
@@ -152,7 +154,9 @@ class Decoding:
             drafts, accepted = mx.zeros((0,), mx.int32), mx.array(0, mx.int32)
             logits = self.target.extend(newest)
             next_token = draw(self._distribution(logits, seen), verify_key)
-        packed = mx.concatenate([accepted[None], next_token, drafts])
+        # Any row: where one has a NaN, it comes from the weights or the cache, and the others are worth nothing.
+        sound = mx.all(logits[:, : self._vocabulary_size] < mx.inf)  # false for a NaN too
+        packed = mx.concatenate([sound.astype(mx.int32)[None], accepted[None], next_token, drafts])
         logprobs = self._logprobs(logits, drafts, accepted, next_token)
         mx.async_eval(packed, logprobs)
         return _Flight(k, packed, next_token, logprobs)
@@ -179,7 +183,12 @@ class Decoding:
     def _read(self, flight: _Flight) -> tuple[list[int], int, list[TokenLogprobs] | None]:
         """Wait for a round: its tokens, how many drafts were accepted, and log-probabilities if asked for."""
         packed: Any = flight.packed.tolist()
-        accepted, next_token, *drafts = packed
+        sound, accepted, next_token, *drafts = packed
+        if not sound:
+            raise MLXSpecError(
+                "the model's logits are not numbers: its weights are damaged, or too large for the type they are "
+                "computed in; download it again, choose another conversion of it, or try another storage (--kv)."
+            )
         tokens = [*drafts[:accepted], next_token]
         if flight.logprobs is None:
             return tokens, accepted, None

@@ -19,3 +19,8 @@ class DoesNotFit(MLXSpecError):
 
 class BadConfig(MLXSpecError):
     """A value out of range, a broken file, or an architecture that is not known."""
+
+
+def shortened(text: str) -> str:
+    """`text` as a message shows it: cut where nobody would read on."""
+    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -51,6 +51,9 @@ def load_gguf(
     path = Path(path)
     readers = _open(path)
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    for tensor in tensors.values():
+        if 0 in tensor.shape:
+            raise BadConfig(f"Tensor {tensor.name} of {path} is empty. {ADVICE}")
     try:
         metadata = {key: field.contents() for key, field in readers[0].fields.items()}
         config = build_config(metadata, tensors)

@@ -118,11 +118,13 @@ def quantized(data: Bytes, kind: Any, order: npt.NDArray[np.intp] | None) -> dic
         rows = data[start : start + step] if order is None else data[order[start : start + step]]
         if kind.name in _MOVED:
             bits, unpack = _MOVED[kind.name]
-            codes, scales, biases = unpack(rows.reshape(-1, block_bytes))
-            halves = (floats.astype(np.float16).reshape(len(rows), -1) for floats in (scales, biases))
+            with np.errstate(over="ignore", invalid="ignore"):  # scales that overflow give logits that say so
+                codes, scales, biases = unpack(rows.reshape(-1, block_bytes))
+                halves = [floats.astype(np.float16).reshape(len(rows), -1) for floats in (scales, biases)]
             part = (mx.array(_pack(codes.reshape(len(rows), -1), bits)), *map(mx.array, halves))
         else:
-            values, bits = mx.array(dequantize(rows, kind)), WIDTHS[kind.name]
+            with np.errstate(over="ignore", invalid="ignore"):
+                values, bits = mx.array(dequantize(rows, kind)), WIDTHS[kind.name]
             packed, *floats = mx.quantize(values, group_size=GROUP_SIZE, bits=bits)
             part = (packed, *(array.astype(mx.float16) for array in floats))
         mx.eval(part)

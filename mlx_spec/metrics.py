@@ -41,7 +41,7 @@ class Statistics:
     @property
     def tokens_per_second(self) -> float | None:
         """Completion tokens per second of decoding; None without any."""
-        return self.completion_tokens / self.decode_seconds if self.decode_seconds else None
+        return self.completion_tokens / self.decode_seconds if self.completion_tokens and self.decode_seconds else None
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, derived ones included."""

@@ -23,14 +23,13 @@ from mlx_spec.loader import LoadedModel, check_pair, resolve, wired_limit
 from mlx_spec.loader import load as load_model
 from mlx_spec.memory import check_cache_fits
 from mlx_spec.metrics import Statistics
+from mlx_spec.request import Prompt, check_options, checked_prompt, checked_prompt_ids, checked_stop_tokens
 from mlx_spec.speculation import DraftModel
-from mlx_spec.text_stream import StopScanner
+from mlx_spec.text_stream import Answer
 from mlx_spec.tokenizer import Tokenizer
 
 _log = logging.getLogger("mlx_spec")
 
-Messages = Sequence[Mapping[str, str]]
-Prompt = str | Messages | Sequence[int]
 FinishReason = Literal["stop", "length"]
 Progress = Callable[[int, int], None]
 
@@ -72,17 +71,19 @@ def load(
     catalogue's draft for `model`, False none at all. kv: how keys and values are kept; None is the catalogue's way.
     Raises ModelNotFound, IncompatiblePair, BadConfig or DoesNotFit.
     """
+    if kv is not None and not isinstance(kv, KVConfig):
+        raise BadConfig(f"kv is {kv!r}; give a KVConfig, such as KVConfig(window=4096).")
     source = resolve(model)
     entry = source.entry
     if draft is None and entry is not None:
         draft = entry.draft
-    draft_source = resolve(draft) if draft else None  # before the large one is read
+    draft_source = None if draft is None or draft is False else resolve(draft)  # before the large one is read
     target = load_model(source)
     loaded_draft = load_model(draft_source) if draft_source else None
-    llm = LLM(target, loaded_draft, kv or (entry.kv if entry else None) or KVConfig())
+    llm = LLM(target, loaded_draft, kv if kv is not None or entry is None else entry.kv)
     if entry is not None:
         llm.sampling, llm.speculation = entry.sampling, entry.speculation
-        llm.template_arguments, llm.system_prompt = dict(entry.template), entry.system_prompt
+        llm.template_arguments = dict(entry.template)
     return llm
 
 
@@ -100,8 +101,7 @@ class LLM:
         self.context_length = target.context_length
         self.sampling, self.speculation = Sampling(), Speculation()
         self.template_arguments: dict[str, Any] = {}
-        self.system_prompt: str | None = None
-        self.kv = kv = kv or KVConfig()
+        self.kv = kv = KVConfig() if kv is None else kv
         self._target = _language_model(target, kv.storage, kv.window)
         self._draft = _language_model(draft, kv.draft_storage, kv.window) if draft else None
         self._draft_context_length = draft.context_length if draft else None
@@ -131,14 +131,16 @@ class LLM:
         ({"role", "content"}), or token ids. max_tokens None is as far as the context reaches. stop: texts that end
         the answer and are not part of it; stop_tokens: ids that do, beside the model's own end tokens.
         prefill_progress(done, total) counts prompt tokens read, by both models.
-        Raises BadConfig for an empty prompt, one that the context cannot hold, or values out of range.
+        Raises BadConfig for an empty prompt, one that the context cannot hold, or values of the wrong type or out of
+        range, and MLXSpecError, at the first chunk, where the model's logits are no numbers.
         """
-        tokens = self._prompt_tokens(prompt, raw)
         sampling = self.sampling if sampling is None else sampling
         speculation = self.speculation if speculation is None else speculation
-        if max_tokens is not None and max_tokens < 0:
-            raise BadConfig(f"max_tokens is {max_tokens}; give 0 or more, or None for no limit.")
-        answer = _Answer(self.tokenizer, stop, self.tokenizer.end_tokens | frozenset(stop_tokens))
+        check_options(sampling, speculation, max_tokens, prefill_progress, self.vocabulary_size)
+        stops = checked_stop_tokens(stop_tokens, self.vocabulary_size)
+        answer = Answer(self.tokenizer, stop, self.tokenizer.end_tokens | stops)
+        prompt = checked_prompt(prompt)
+        tokens = self._prompt_tokens(prompt, raw)
         limit, planned, sinks = max_tokens, len(tokens) + (max_tokens or 0), 0
         if self.kv.window is not None:
             sinks = self._sinks(prompt, raw, tokens)
@@ -172,7 +174,7 @@ class LLM:
 
     def logits(self, tokens: Sequence[int]) -> mx.array:
         """The target's logits after each of `tokens`, (n, vocabulary columns), for evaluation."""
-        checked = self._prompt_tokens(list(tokens), raw=True)
+        checked = checked_prompt_ids(checked_prompt(tokens), self._columns)
         chunk, rows = 64, []
         with wired_limit(), closing(self._target.new_context()) as context:
             for start in range(0, len(checked), chunk):
@@ -190,28 +192,14 @@ class LLM:
             if not prompt.strip():
                 raise BadConfig("the prompt is empty; give some text.")
             if raw or not self.tokenizer.has_chat_template:
-                return self._checked_ids(self.tokenizer.encode(prompt))
+                return checked_prompt_ids(self.tokenizer.encode(prompt), self._columns)
             prompt = [{"role": "user", "content": prompt}]
         if len(prompt) == 0:
             raise BadConfig("the prompt is empty; give at least one token or message.")
         if isinstance(prompt[0], Mapping):
             messages: list[Mapping[str, str]] = list(prompt)  # type: ignore[arg-type]
-            if self.system_prompt is not None and messages[0].get("role") != "system":
-                messages.insert(0, {"role": "system", "content": self.system_prompt})
-            return self._checked_ids(self.tokenizer.chat(messages, **self.template_arguments))
-        return self._checked_ids(prompt)
-
-    def _checked_ids(self, tokens: Sequence[Any]) -> list[int]:
-        try:
-            ids = [int(token) for token in tokens]
-        except (TypeError, ValueError) as error:
-            raise BadConfig(
-                "the prompt is neither a text, nor messages, nor token ids; give one of the three."
-            ) from error
-        outside = next((token for token in ids if not 0 <= token < self._columns), None)
-        if outside is not None:
-            raise BadConfig(f"token id {outside} is not in the vocabulary; give ids from 0 to {self._columns - 1}.")
-        return ids
+            prompt = self.tokenizer.chat(messages, **self.template_arguments)
+        return checked_prompt_ids(prompt, self._columns)
 
     def _chunks(
         self,
@@ -220,7 +208,7 @@ class LLM:
         speculation: Speculation,
         limit: int | None,
         sinks: int,
-        answer: _Answer,
+        answer: Answer,
         prefill_progress: Progress | None,
     ) -> Generator[Chunk, None, None]:
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
@@ -233,9 +221,10 @@ class LLM:
                 decoding = Decoding(
                     tokens, target, draft, sampling=sampling, seed=seed, vocabulary_size=self.vocabulary_size
                 )
+                readers = 2 if draft is not None and draft.reads(prompt_tokens) else 1
                 started = time.perf_counter()
                 if limit != 0:
-                    decoding.prefill(_counted(prefill_progress, (prompt_tokens - 1) * (2 if draft else 1)))
+                    decoding.prefill(_counted(prefill_progress, (prompt_tokens - 1) * readers))
                 prefilled = time.perf_counter()
                 rounds = decoding.rounds(
                     draft_tokens=speculation.draft_tokens,
@@ -270,8 +259,9 @@ class LLM:
                 target.close()
                 if draft is not None:
                     draft.close()
-        reason: FinishReason = "stop" if finished.ended else "length"
-        yield Chunk(answer.take() + answer.finish(), finished.tokens, finished.logprobs, reason, statistics)
+        text = answer.take() + answer.finish()
+        reason: FinishReason = "stop" if finished.ended or answer.stopped else "length"
+        yield Chunk(text, finished.tokens, finished.logprobs, reason, statistics)
 
     def _new_draft(self, sampling: Sampling, speculation: Speculation, sinks: int) -> DraftModel | None:
         if self._draft is None or speculation.draft_tokens == 0:
@@ -299,45 +289,13 @@ class LLM:
 
     def _system_tokens(self, prompt: Prompt, raw: bool, tokens: list[int]) -> int:
         """How many tokens the conversation's beginning has that do not depend on what the user says."""
-        if raw or not self.tokenizer.has_chat_template or (prompt and isinstance(prompt[0], int)):
+        if raw or not self.tokenizer.has_chat_template or not isinstance(prompt[0], str | Mapping):
             raise BadConfig("sinks 'system' needs messages and a chat template; give a number of sinks.")
         first = prompt[0] if not isinstance(prompt, str) else {}
         system = [dict(first)] if isinstance(first, Mapping) and first.get("role") == "system" else []
         others = [self._prompt_tokens([*system, {"role": "user", "content": text}], raw) for text in ("A", "b")]
         shared = zip(tokens, *others, strict=False)
         return next((i for i, same in enumerate(shared) if len(set(same)) > 1), min(map(len, others)))
-
-
-class _Answer:
-    """The text of an answer, and where it ends."""
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], end_tokens: frozenset[int]) -> None:
-        self._stream, self._scanner = tokenizer.stream(), StopScanner(stop)
-        self.end_tokens = end_tokens
-        self._ready = ""
-        self._stopped = False
-
-    def keep(self, tokens: Sequence[int]) -> int | None:
-        """How many of these tokens to keep if they complete a stop string. The end token has no text."""
-        for index, token in enumerate(tokens):
-            if token not in self.end_tokens:
-                shown, self._stopped = self._scanner.add(self._stream.add(token))
-                self._ready += shown
-                if self._stopped:
-                    return index + 1
-        return None
-
-    def take(self) -> str:
-        """The text that became certain since the last call."""
-        ready, self._ready = self._ready, ""
-        return ready
-
-    def finish(self) -> str:
-        """What was held back, once no more tokens come."""
-        if self._stopped:
-            return ""
-        shown, _ = self._scanner.add(self._stream.finish())
-        return shown + self._scanner.finish()
 
 
 @dataclass

@@ -146,3 +146,36 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+class Answer:
+    """The text of an answer, and where it ends."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], end_tokens: frozenset[int]) -> None:
+        self._stream, self._scanner = tokenizer.stream(), StopScanner(stop)
+        self.end_tokens = end_tokens
+        self._ready = ""
+        self.stopped = False
+        """Whether a stop string was met."""
+
+    def keep(self, tokens: Sequence[int]) -> int | None:
+        """How many of these tokens to keep if they complete a stop string. The end token has no text."""
+        for index, token in enumerate(tokens):
+            if token not in self.end_tokens:
+                shown, self.stopped = self._scanner.add(self._stream.add(token))
+                self._ready += shown
+                if self.stopped:
+                    return index + 1
+        return None
+
+    def take(self) -> str:
+        """The text that became certain since the last call."""
+        ready, self._ready = self._ready, ""
+        return ready
+
+    def finish(self) -> str:
+        """What was held back, once no more tokens come."""
+        if self.stopped:
+            return ""
+        shown, self.stopped = self._scanner.add(self._stream.finish())
+        return shown + self._scanner.finish()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_spec import catalog, hub, loader, resources
+from mlx_spec import catalog, hub, resources
 from mlx_spec.config import Sampling, Speculation
 from mlx_spec.errors import BadConfig, ModelNotFound
 
@@ -47,7 +47,6 @@ def test_a_definition_is_read_whole(tmp_path: Path) -> None:
     assert entry.speculation == Speculation(draft_tokens=4)
     assert dict(entry.defaults) == {"temperature": 0.5, "top_k": 20, "draft_tokens": 4}
     assert dict(entry.template) == {"enable_thinking": False}
-    assert entry.system_prompt is None
 
 
 def test_sizes_are_computed_from_parameters_and_bits(tmp_path: Path) -> None:
@@ -113,9 +112,10 @@ def test_the_shipped_catalogue_holds_what_is_promised() -> None:
 def test_whether_an_entry_is_here_is_said_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = catalog.entries()["qwen3-8b"]
     monkeypatch.setattr(hub, "cached", lambda source: Path() if source == entry.target else None)
-    assert loader.on_this_machine(entry) == (True, False)
+    assert entry.draft is not None
+    assert (hub.is_local(entry.target), hub.is_local(entry.draft)) == (True, False)
     monkeypatch.setattr(hub, "packaged", lambda source: Path(__file__))
-    assert loader.on_this_machine(catalog.entries()["demo"]) == (True, None)
+    assert hub.is_local(catalog.entries()["demo"].target)
 
 
 def test_a_missing_resource_folder_is_explained() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_spec.config import Sampling, Speculation
+from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.errors import BadConfig
 
 NAN, INFINITY = math.nan, math.inf
@@ -37,6 +37,30 @@ def test_value_out_of_range_is_named(name: str, value: Any) -> None:
     assert message.startswith(f"{name} is {bad!r}; give ")
     assert message.endswith(".")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "accepted"),
+    [
+        *((Sampling, name, value, "is no number") for value in ("1", None, True, [1.0]) for name in (
+            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")),
+        *((Sampling, "top_k", value, "is no whole number") for value in ("1", None, True, 2.5)),
+        *((Sampling, "seed", value, "is no whole number") for value in ("1", True, 1.5)),
+        *((Sampling, "top_logprobs", value, "is no whole number") for value in ("1", True, 1.5)),
+        *((Sampling, "logit_bias", value, "a mapping") for value in (None, 5, [(1, 2.0)])),
+        *((Sampling, "logit_bias", {key: 1.0}, "token ids") for key in ("5", 1.5, True, None)),
+        *((Sampling, "logit_bias", {1: value}, "is no number") for value in ("5", None, True)),
+        *((Speculation, "draft_tokens", value, "is no whole number") for value in ("2", 2.5, None, True)),
+        *((KVConfig, "window", value, "is no whole number") for value in ("100", 100.5, True)),
+        *((KVConfig, "sinks", value, "is no whole number") for value in ("4", 4.0, None, True)),
+        *((KVConfig, name, value, "model or int8") for value in (None, 8, [], "int4")
+          for name in ("storage", "draft_storage")),
+    ],
+)  # fmt: skip
+def test_value_of_the_wrong_type_is_named(kind: Any, name: str, value: Any, accepted: str) -> None:
+    with pytest.raises(BadConfig, match=rf"^{name} is .*{accepted}.*\.$") as caught:
+        kind(**{name: value})
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from mlx_spec import engine
 from mlx_spec.config import Sampling
 from mlx_spec.context import Context, PagedContext, PagedModel, prefill
 from mlx_spec.engine import Decoding, Round
+from mlx_spec.errors import MLXSpecError
 from mlx_spec.speculation import DraftModel
 
 SIZE = 40
@@ -312,6 +313,43 @@ def test_a_draft_that_cannot_be_rewound_is_not_asked() -> None:
     run = Run(TableModel(table), TableModel(table[::-1], can_rewind=False))
     assert run.go(3, 12) == Run(TableModel(table), None).go(0, 12)
     assert sum(finished.drafted for finished in run.rounds) == 0
+
+
+@pytest.mark.parametrize("value", [mx.nan, mx.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("k", [0, 3])
+def test_logits_that_are_no_numbers_are_said(
+    k: int, temperature: float, value: float, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, extend = Run(sampling=Sampling(temperature=temperature)), PagedContext.extend
+    run.some(k, 2)
+    before = list(run.tokens)
+
+    def broken(self: PagedContext, *arguments: Any, **options: Any) -> mx.array:
+        logits = extend(self, *arguments, **options)
+        return logits.at[0, 7].add(value) if self is run.target else logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedContext, "extend", broken)
+        with pytest.raises(MLXSpecError, match=r"logits are not numbers.*download it again"):
+            run.go(k)
+    assert run.tokens == before
+    run.check()
+    if temperature == 0:
+        assert run.go(k) == plain[:40 + len(before) - len(PROMPT)]
+
+
+def test_logits_may_forbid_tokens_and_be_anything_past_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    extend = PagedContext.extend
+
+    def odd(self: PagedContext, *arguments: Any, **options: Any) -> mx.array:
+        logits = extend(self, *arguments, **options)
+        return logits.at[:, 7].add(-mx.inf).at[:, 39].add(mx.nan)
+
+    monkeypatch.setattr(PagedContext, "extend", odd)
+    made = Run(size=39).go(3, 20)
+    assert len(made) == 20
+    assert not {7, 39} & set(made)
 
 
 class Broken(Exception):

@@ -309,7 +309,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def loaded(name: str, module: Any, tokenizer: Tokenizer) -> LoadedModel:
-    return LoadedModel(name, module, tokenizer, {}, 4096, 0)
+    return LoadedModel(name, module, tokenizer, {}, 4096)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -373,6 +373,22 @@ def test_bad_tensors(tmp_path: Path) -> None:
     assert "blk.0.ffn_up.weight of this GGUF file has type F64" in failure(path)
 
 
+def test_empty_tensors_are_named(tmp_path: Path) -> None:
+    path, tensors = tmp_path / "m.gguf", tensors_of("llama")
+    empty = {"blk.0.ffn_up.weight": (INNER, 0), "token_embd.weight": (0, HIDDEN), "blk.0.attn_norm.weight": (0,)}
+    for name, shape in empty.items():
+        write(path, tensors=tensors | {name: np.ones(shape, np.float32)})
+        assert f"Tensor {name} of {path} is empty" in failure(path)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+def test_scales_that_overflow_warn_of_nothing(kind: str) -> None:
+    data = np.full_like(random_blocks(Type[kind], 2, 256), 0x7B)  # each half of it is 61280
+    parts = quantized(data, Type[kind], None)
+    assert not mx.isfinite(parts["biases"]).all()
+
+
 def test_tokens_of_a_byte_level_file(tmp_path: Path) -> None:
     def edit(metadata: dict[str, Any]) -> None:
         turn = "{{ m['content'] }}<|im_end|>"

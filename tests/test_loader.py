@@ -84,9 +84,29 @@ def test_a_directory_comes_before_the_hub(
     ("./nowhere", ["no model or directory './nowhere'"]),
     ("/nowhere/at/all", ["no model or directory"]),
     ("nowhere.gguf", ["there is no file nowhere.gguf"]),
+    ("x" * 5000, ["'xxxxx", "xxx...'"]),
+    ("x/" * 2500, ["'x/x/x", "x/...'"]),
+    ("x/" + "x" * 5000, ["'x/xxx", "xxx...'"]),
+    ("x" * 5000 + ".gguf", ["'xxxxx", "xxx...'"]),
+    ("~nosuchuser/x", ["'~nosuchuser/x' is no path", "mlx-spec models"]),
+    ("a\0b", ["'a\\x00b'", "mlx-spec models"]),
+    ("package:", ["'package:' names no file", "package:MODULE/FILE"]),
+    ("package:json", ["'package:json' names no file"]),
+    ("package:no.such/file", ["names no file"]),
+    ("package:nowhere/" + "x" * 200, ["xxx... comes with the Python package nowhere"]),
+    ("package:nowhere/" + "x" * 5000, ["'package:nowhere/xxx", "xxx...'"]),
 ])
 def test_an_unknown_name_says_what_could_be_meant(no_hub: list[str], name: str, parts: list[str]) -> None:
     refused(ModelNotFound, name, *parts)
+    with pytest.raises(ModelNotFound) as caught:
+        loader.load(name)
+    assert len(str(caught.value)) < 400
+    assert no_hub == []
+
+
+@pytest.mark.parametrize("name", [5, None, True, b"demo"])
+def test_what_is_no_name(no_hub: list[str], name: Any) -> None:
+    refused(BadConfig, name, repr(name), "give a name")
     assert no_hub == []
 
 
@@ -105,13 +125,10 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_directory_is_loaded(tmp_path: Path, shards: int) -> None:
-    seen: list[tuple[int, int]] = []
     write_model(tmp_path, shards=shards)
-    model = loader.load(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    model = loader.load(tmp_path)
     assert model.name == str(tmp_path)
     assert model.context_length == 4096
-    assert model.nbytes == sum(array.nbytes for _, array in tree_flatten(model.module.parameters()))
-    assert seen[-1] == (model.nbytes, model.nbytes)
     assert model.tokenizer.decode(model.tokenizer.encode("the hello")) == "the hello"
     assert set(dtypes(model)) == {mx.float32}
 
@@ -264,6 +281,26 @@ def test_a_config_that_lacks_a_value(tmp_path: Path) -> None:
     del config["hidden_size"]
     write_json(tmp_path / "config.json", config)
     refused(BadConfig, tmp_path, "hidden_size")
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "text_config"])
+def test_more_layers_than_tensors(tmp_path: Path, key: str) -> None:
+    write_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    write_json(tmp_path / "config.json",
+               config | {key: {"num_hidden_layers": 200_000} if key == "text_config" else 200_000})
+    refused(BadConfig, tmp_path, "num_hidden_layers in config.json is 200000", "tensors", "download the model again")
+
+
+@pytest.mark.parametrize(("changes", "parts"), [
+    ({"text_config": [1]}, ["text_config in", "is a list, not an object"]),
+    ({"text_config": "x"}, ["text_config in", "is a str"]),
+    ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "'awq'", "*.qweight"]),
+    ({"quantization_config": {"bits": 4}}, ["config.json of", "lacks 'quant_method'"]),
+    ({"quantization_config": {}, "quantization": {"bits": 4}}, ["config.json of", "lacks 'group_size'"]),
+])
+def test_a_config_of_the_wrong_shape(tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
+    refused(BadConfig, write_model(tmp_path, **changes), *parts)
 
 
 def test_code_of_a_model_is_never_run(tmp_path: Path) -> None:

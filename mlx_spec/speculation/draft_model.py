@@ -36,10 +36,13 @@ class DraftModel:
         self._told = False
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:
-        """Read all of `tokens` but the last, as far as the draft's own context reaches."""
-        limit = len(tokens) if self._context_length is None else self._context_length
-        if len(tokens) <= limit:
+        """Read all of `tokens` but the last, if the draft can go on from there."""
+        if self.reads(len(tokens)):
             prefill(self.context, self._known(tokens), progress)
+
+    def reads(self, length: int) -> bool:
+        """Whether the draft's own context reaches that far: `prefill` does nothing otherwise."""
+        return self._context_length is None or length <= self._context_length
 
     def room(self, length: int) -> int:
         """How many tokens can be drafted after `length` committed ones. Says so once when the draft's context ends."""
