@@ -2,11 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mlx_spec.config import KVConfig, Sampling, Speculation
-from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
-from mlx_spec.metrics import Statistics
-
 if TYPE_CHECKING:
+    from mlx_spec.config import KVConfig, Sampling, Speculation
+    from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
+    from mlx_spec.metrics import Statistics
     from mlx_spec.runtime import LLM, Chunk, Completion, load
 
 __all__ = [
@@ -26,10 +25,19 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    "config": ("KVConfig", "Sampling", "Speculation"),
+    "errors": ("BadConfig", "DoesNotFit", "IncompatiblePair", "MLXSpecError", "ModelNotFound"),
+    "metrics": ("Statistics",),
+    "runtime": ("LLM", "Chunk", "Completion", "load"),
+}
+
+
 def __getattr__(name: str) -> Any:
     # MLX and transformers take a second to import; `mlx-spec --help` needs neither.
-    if name in ("LLM", "Chunk", "Completion", "load"):
-        from mlx_spec import runtime
+    for module, names in _HOMES.items():
+        if name in names:
+            from importlib import import_module
 
-        return getattr(runtime, name)
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

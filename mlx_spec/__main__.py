@@ -1,6 +1,16 @@
-"""`python -m mlx_spec`, the same as `mlx-spec`."""
+"""The program: `mlx-spec`, and `python -m mlx_spec`. Imports nothing until Ctrl-C can be answered without a traceback."""
 
-from mlx_spec.cli import main
+import sys
+
+
+def main() -> None:
+    try:
+        from mlx_spec.cli import main as command_line
+
+        command_line()
+    except KeyboardInterrupt:  # while the command line is imported; afterwards it sees to that itself
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

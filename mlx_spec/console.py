@@ -6,11 +6,12 @@ Plain text when stderr is not a terminal or NO_COLOR is set. Knows figures and s
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,8 +40,21 @@ def say(line: str) -> None:
 
 
 def say_block(text: str) -> None:
-    """Writes lines, such as a traceback, to stderr."""
-    _write(sys.stderr, text, "standard error")
+    """Writes lines, such as a traceback, to stderr. Where that cannot be written, the answer is worth more."""
+    try:
+        _write(sys.stderr, text, "standard error")
+    except (ClosedPipeError, OutputError):
+        _abandon(sys.stderr)
+
+
+def write_json(value: Any, *, indent: int | None = None) -> None:
+    """Writes a value as JSON to stdout, in ASCII where stdout's encoding lacks a character of it."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value, ensure_ascii=True, allow_nan=False, indent=indent)
+    write(text + "\n")
 
 
 def _write(stream: TextIO | None, text: str, name: str) -> None:
@@ -72,10 +86,15 @@ def abandon_output() -> None:
             if stream is not None:
                 stream.flush()
         except OSError:
-            with contextlib.suppress(OSError):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, stream.fileno())
-                os.close(null)
+            _abandon(stream)
+
+
+def _abandon(stream: TextIO | None) -> None:
+    with contextlib.suppress(OSError):
+        if stream is not None:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
 
 
 def is_plain(stream: TextIO | None) -> bool:

@@ -20,7 +20,7 @@ import pytest
 import mlx_spec
 from mlx_spec import console
 from mlx_spec.cli import main
-from mlx_spec.config import Sampling, Speculation
+from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.engine import TokenLogprobs
 from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
 from mlx_spec.metrics import Statistics
@@ -45,8 +45,8 @@ class FakeTokenizer:
 class FakeLLM:
     """Follows the runtime's contract; the model's name says how it behaves."""
 
-    def __init__(self, name: str, draft: str | bool | None) -> None:
-        self.name = name
+    def __init__(self, name: str, draft: str | bool | None, kv: KVConfig | None) -> None:
+        self.name, self.kv = name, kv
         self.draft_name = "small" if draft is None else draft or None
         self.tokenizer = FakeTokenizer()
         self.sampling = Sampling(temperature=0.6, top_p=0.9)
@@ -85,12 +85,12 @@ def _hang() -> None:
     time.sleep(60)
 
 
-def fake_load(model: str, draft: str | bool | None = None) -> FakeLLM:
+def fake_load(model: str, draft: str | bool | None = None, kv: KVConfig | None = None) -> FakeLLM:
     if model in LOAD_ERRORS:
         raise LOAD_ERRORS[model]
     if model == "hang-load":
         _hang()
-    return FakeLLM(model, draft)
+    return FakeLLM(model, draft, kv)
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
     """The stand-ins that were loaded."""
     loaded: list[FakeLLM] = []
 
-    def load(model: str, draft: str | bool | None = None) -> FakeLLM:
-        loaded.append(fake_load(model, draft))
+    def load(model: str, draft: str | bool | None = None, kv: KVConfig | None = None) -> FakeLLM:
+        loaded.append(fake_load(model, draft, kv))
         return loaded[-1]
 
     monkeypatch.setattr(mlx_spec, "load", load)
@@ -193,9 +193,10 @@ def test_every_option_reaches_the_runtime(generate: Any, llms: list[FakeLLM]) ->
         "--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5",
         "--logit-bias", "5=-inf", "--logit-bias", "6=2", "--seed", "3", "--top-logprobs", "0", "--json",
         "-n", "17", "--stop", "END", "--stop", "\n", "--stop-token", "8", "--stop-token", "9", "--raw",
-        "hello")
+        "--kv", "int8", "--draft-kv", "int8", "--window", "200", "--sinks", "system", "hello")
     assert code == 0, err
     assert llms[0].draft_name == "tiny"
+    assert llms[0].kv == KVConfig("int8", "int8", 200, "system")
     call = llms[0].calls[0]
     assert call["sampling"] == Sampling(
         temperature=0.25, top_k=40, top_p=0.5, min_p=0.125, repetition_penalty=1.5, presence_penalty=0.5,
@@ -260,6 +261,14 @@ def test_prompt_from_stdin_and_file(generate: Any, llms: list[FakeLLM], monkeypa
     (["bad \udcff byte"], ["UTF-8"]),
     (["--system", "\udcff", "x"], ["--system", "UTF-8"]),
     (["--raw", "--system", "s", "x"], ["--system", "--raw"]),
+    (["-d", "", "x"], ["--draft '' is empty", "none"]),
+    (["-5 + 3?"], ["no such option: -5; put -- before a prompt that begins with -"]),
+    (["--flags are what?"], ["put -- before a prompt"]),
+    (["--kv", "int4", "x"], ["--kv is 'int4'", "model or int8"]),
+    (["--draft-kv", "int4", "x"], ["--draft-kv is 'int4'"]),
+    (["--window", "8", "x"], ["--window is 8"]),
+    (["--window", "100", "--sinks", "-1", "x"], ["--sinks is -1"]),
+    (["--sinks", "4", "x"], ["--sinks", "--window"]),
     (["-k", "-1", "x"], ["draft_tokens is -1"]),
     (["-k", "two", "x"], ["'two'", "whole number", "mlx-spec generate --help"]),
     (["-t", "warm", "x"], ["'warm'", "not a number"]),
@@ -286,6 +295,12 @@ def test_prompt_from_stdin_and_file(generate: Any, llms: list[FakeLLM], monkeypa
 def test_mistakes(generate: Any, llms: list[FakeLLM], arguments: list[str], parts: list[str]) -> None:
     _one_error(generate(*arguments), 2, *parts)
     assert not llms
+
+
+@pytest.mark.parametrize("prompt", ["-5 + 3?", "--flags"])
+def test_a_prompt_may_begin_with_a_dash(generate: Any, llms: list[FakeLLM], prompt: str) -> None:
+    assert generate("--", prompt)[0] == 0
+    assert llms[0].calls[0]["prompt"] == prompt
 
 
 @pytest.mark.parametrize(("data", "part"), [(b"", "empty (stdin)"), (b"\n", "empty (stdin)"),
@@ -447,8 +462,11 @@ def test_a_terminal_of_another_encoding_gets_question_marks(monkeypatch: pytest.
 _PROGRAM = "import test_cli, mlx_spec, mlx_spec.cli; mlx_spec.load = test_cli.fake_load; mlx_spec.cli.main()"
 
 
-def _start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+def _start(
+    *arguments: str, environment: dict[str, str] | None = None, **options: Any
+) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, **(environment or {})}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.Popen([sys.executable, "-c", _PROGRAM, *arguments], env=environment, **streams)
 
@@ -502,6 +520,52 @@ def test_a_full_disk_is_one_line(more: list[str]) -> None:
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err == b"error: cannot write to standard output: No space left on device.\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(("model", "code"), [("noted", 0), ("absent", 2)])
+def test_a_full_stderr_costs_no_answer(model: str, code: int) -> None:
+    with open("/dev/full", "wb") as full:
+        process = _start("generate", "-m", model, "x", "--json", stderr=full)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert not out if code else json.loads(out)["text"] == "Grüße you"
+
+
+def test_a_closed_stderr_costs_no_answer() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = _start("generate", "-m", "noted", "x", stderr=writing)
+    os.close(writing)
+    assert process.communicate(timeout=60)[0] == "Grüße you\n".encode()
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [["generate", "-m", "fake", "--json", "x"], ["models", "--json"]])
+def test_json_is_whole_in_any_encoding(arguments: list[str]) -> None:
+    answers = []
+    for encoding in ("utf-8", "ascii", "latin-1"):
+        process = _start(*arguments, environment={"PYTHONIOENCODING": encoding})
+        answers.append(json.loads(process.communicate(timeout=60)[0].decode(encoding)))
+    assert answers[0] == answers[1] == answers[2]
+    if arguments[0] == "generate":
+        assert answers[0]["text"] == "Grüße you"
+
+
+@pytest.mark.parametrize("module", ["typer", "mlx_spec.cli.generate", "mlx_spec.config"])
+def test_control_c_while_the_program_is_imported(module: str) -> None:
+    program = f"""
+import importlib.abc, os, signal, sys
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from mlx_spec.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 def _python(*arguments: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 import sys
@@ -140,6 +139,8 @@ def generate(
         raise BadConfig("--system needs the chat template that --raw leaves out; put it into the prompt.")
     _check_texts(system, stop or [], stop_token or [])
     text = read_prompt(prompt or [], prompt_file)
+    if draft == "":
+        raise BadConfig("--draft '' is empty; name a model, or give none to switch drafting off.")
     if not model:
         raise BadConfig("no model; give --model demo to try, or another name from `mlx-spec models`.")
 
@@ -216,7 +217,10 @@ def _is_here(name: str) -> bool:
 
     entry = catalog.find(name)
     sources = [name] if entry is None else [entry.target, *([entry.draft] if entry.draft else [])]
-    return all(Path(source).exists() or hub.is_local(source) for source in sources)
+    try:
+        return all(Path(source).exists() or hub.is_local(source) for source in sources)
+    except (OSError, ValueError):  # no path at all, as loading it will say
+        return False
 
 
 def _write_text(chunks: Iterator[Chunk], end_progress: Callable[[], None]) -> Statistics:
@@ -258,7 +262,7 @@ def _write_json(chunks: Iterator[Chunk], llm: LLM) -> Statistics:
                      for token, logprob in entry.top]}
             for part in parts for entry in part.logprobs or ()
         ]
-    console.write(json.dumps(_without_infinities(answer), ensure_ascii=False, allow_nan=False) + "\n")
+    console.write_json(_without_infinities(answer))
     return last.statistics
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,7 +29,7 @@ def models(
     """Shows the catalogue; see HELP."""
     entries = list(catalog.entries().values())
     if as_json:
-        console.write(json.dumps([_as_dict(entry) for entry in entries], ensure_ascii=False, indent=2) + "\n")
+        console.write_json([_as_dict(entry) for entry in entries], indent=2)
         return
     console.show_table(_COLUMNS, [_row(entry) for entry in entries])
 

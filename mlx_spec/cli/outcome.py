@@ -46,15 +46,13 @@ def exit_code(error: BaseException, outcome: Outcome) -> int:
         # A second Ctrl-C from here on ends the program at once, without a traceback.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        if code == INTERRUPTED:
+    if code == INTERRUPTED:
+        with contextlib.suppress(console.ClosedPipeError, console.OutputError):
             console.leave_interrupted_line()
-        if outcome.traceback and code in (FAILURE, MISTAKE):
-            console.say_block("".join(traceback.format_exception(error)))
-        if line:
-            console.say(f"error: {line}")
-    except (console.ClosedPipeError, console.OutputError):
-        pass
+    if outcome.traceback and code in (FAILURE, MISTAKE):
+        console.say_block("".join(traceback.format_exception(error)))
+    if line:
+        console.say(f"error: {line}")
     console.abandon_output()
     return code
 
@@ -84,4 +82,8 @@ def _judge(error: BaseException, outcome: Outcome) -> tuple[int, str]:
 
 def _usage(error: Any, outcome: Outcome) -> str:
     message = " ".join(error.format_message().split()).rstrip(".")
-    return f"{message[:1].lower()}{message[1:]}; see `{outcome.command} --help`."
+    # Words after a dash that is no option's: a prompt such as "-5 + 3?".
+    name = getattr(error, "option_name", "")
+    is_prompt = type(error).__name__ == "NoSuchOption" and (not name.startswith("--") or " " in name)
+    hint = "; put -- before a prompt that begins with -" if is_prompt and outcome.command.endswith(" generate") else ""
+    return f"{message[:1].lower()}{message[1:]}{hint}; see `{outcome.command} --help`."
