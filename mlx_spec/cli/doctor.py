@@ -1,0 +1,122 @@
+"""`mlx-spec doctor`: a report on this installation that can be pasted in an issue. Shows what `diagnosis` finds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mlx_spec import console
+from mlx_spec.cli.outcome import FAILURE, TracebackOption
+
+if TYPE_CHECKING:
+    from mlx_spec.diagnosis import Diagnosis
+
+HELP = (
+    "Check this installation: versions, memory, and every Metal kernel against plain operations, with timings.\n\n"
+    "The report names no person, host or folder, and can be pasted in an issue. Ends with 1 if a kernel is wrong, "
+    "which costs speed but no correctness: it is not used then."
+)
+_WAYS = ("dense", "scattered", "vector", "tile", "gather")
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option(
+        "--json", rich_help_panel="Output", metavar="",
+        help="Write one JSON object instead of tables.")] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Shows the diagnosis; see HELP."""
+    from mlx_spec import diagnosis
+
+    with console.notes(shown=True), _progress() as progress:
+        found = diagnosis.diagnose(progress)
+    if as_json:
+        console.write(json.dumps(found.as_dict(), indent=2) + "\n")
+    else:
+        _show(found)
+    if found.count("failed"):
+        if any(kernel.error == diagnosis.ENDED for kernel in found.kernels):
+            console.say(f"note: {_AGAIN}")
+        raise typer.Exit(FAILURE)
+
+
+_AGAIN = (
+    "a kernel that once ended the program is not run again; to have it checked, remove kernels.json in "
+    "~/Library/Caches/mlx-spec first."
+)
+
+
+def _show(found: Diagnosis) -> None:
+    title, *facts = [[name, value, ""] for name, value in _facts(found)]
+    console.show_table(title, facts)
+    console.write("\n")
+    console.show_table(["KERNEL", "VARIANTS", "RESULT", ""], _kernels(found))
+    if found.timings:
+        console.write("\nMilliseconds for one layer's attention; heads are query/kv heads x channels\n")
+        console.show_table([*(way.upper() for way in _WAYS), "FASTEST", "SHAPE"], _timings(found))
+    if found.note:
+        console.write(f"\n{found.note}\n")
+
+
+def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
+    """Names and values for people: sizes in GB."""
+    for name, value in found.facts.items():
+        if value is None:
+            shown = "unknown"
+        elif name.endswith("_bytes") and isinstance(value, int):
+            shown = console.size(value)
+        elif name == "wired_limit_megabytes":
+            shown = f"{value} MB" if value else "macOS's own"
+        else:
+            shown = str(value)
+        label = name.removesuffix("_bytes").removesuffix("_megabytes").replace("_", " ")
+        yield {"mlx spec": "mlx-spec"}.get(label, label), shown
+    for name, version in found.versions.items():
+        yield name, version or "not installed"
+
+
+def _kernels(found: Diagnosis) -> list[list[str]]:
+    """A row per kernel and result, and one for each variant that failed."""
+    counts: dict[tuple[str, str], int] = {}
+    for kernel in found.kernels:
+        counts[kernel.kernel, kernel.result] = counts.get((kernel.kernel, kernel.result), 0) + 1
+    rows = [[name, str(count), result, ""] for (name, result), count in counts.items()]
+    return rows + [[k.variant, "1", k.result, k.error or ""] for k in found.kernels if k.result == "failed"]
+
+
+def _timings(found: Diagnosis) -> list[list[str]]:
+    rows = []
+    for timing in found.timings:
+        times = timing.milliseconds
+        shown = [f"{times[way]:.3f}" if way in times else "-" for way in _WAYS]
+        rows.append([*shown, min(times, key=lambda way: times[way]) if times else "-", timing.shape])
+    return rows
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """What to call with (what comes next, done, total). A bar on a terminal, else a line at the start.
+
+    The bar stays where the program is ended by a kernel, and so names it.
+    """
+    if console.is_plain(sys.stderr):
+        yield _said_once
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    bar = Progress(BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False),
+                   console=Console(stderr=True, highlight=False), transient=True)
+    task = bar.add_task("", total=None)
+    with bar:
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total, refresh=True)
+
+
+def _said_once(what: str, done: int, total: int) -> None:
+    if done == 0:
+        console.say(f"checking and timing {total} things, about a minute")

@@ -1,0 +1,675 @@
+"""The check of kernels against their twins, what is remembered of it, and who decides: on right and wrong stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from kernel_problems import on_shim
+
+from mlx_spec import kernels, remembered
+from mlx_spec.kernels import choice, problems, reference, registry, self_check, trials
+from mlx_spec.kernels.choice import Choice, Trial
+from mlx_spec.kernels.dispatch import Dispatch, pool_shape
+from mlx_spec.kernels.self_check import Mismatch, SelfCheck, compare
+from mlx_spec.kv import PagePool
+from mlx_spec.remembered import Remembered
+
+VECTOR = registry.variant_of(registry.VECTOR, 64, storage=mx.float16, queries=8)
+INT8 = registry.variant_of(registry.TILE, 64, storage=mx.int8)
+COMBINE = registry.variant_of(registry.COMBINE, 64, dtype=mx.float16)
+QUANTIZE = registry.variant_of(registry.QUANTIZE_KV, 64, dtype=mx.bfloat16)
+
+
+def cleaned(array: mx.array) -> mx.array:
+    return array if array.dtype == mx.int8 else mx.where(mx.isnan(array), 0, array)
+
+
+def right(launch: registry.Launch) -> Sequence[mx.array]:
+    """Executes a launch by the twins."""
+    template: dict[str, Any] = dict(launch.variant.template)
+    if launch.variant.kernel == registry.QUANTIZE_KV:
+        return reference.quantize_kv(*launch.inputs, template["INTERLEAVED"])
+    if launch.variant.kernel == registry.COMBINE:
+        return [self_check.combined(*launch.inputs, template["T"])]
+    return attended(launch)
+
+
+def attended(launch: registry.Launch, change: Callable[[dict[str, mx.array]], object] = lambda _: None) -> list[Any]:
+    """The parts of attention: the first split has everything."""
+    named = dict(zip(launch.variant.kernel.inputs, launch.inputs, strict=True))
+    if named["keys"].dtype != mx.int8:
+        named["key_scales"] = named["value_scales"] = None
+    for name in ("keys", "values", "key_scales", "value_scales"):
+        named[name] = named[name] if named[name] is None else cleaned(named[name])
+    change(named)
+    whole = reference.paged_attention(**named, dtype=mx.float32)
+    partials, maxima, sums = (mx.zeros(shape) for shape in launch.output_shapes)
+    partials[..., 0, :], maxima[...], sums[..., 0] = whole, reference.HIDDEN, 1
+    maxima[..., 0] = 3
+    return [partials, maxima, sums]
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("storage", registry.STORAGE, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_right_implementation_passes(head_dim: int, storage: mx.Dtype, interleaved: bool) -> None:
+    dtype = mx.float32 if storage == mx.int8 else storage
+    for variant in registry.variants(head_dim, storage, dtype, interleaved):
+        compare(variant, right)
+
+
+def change_state(column: int, by: int) -> Callable[[dict[str, mx.array]], None]:
+    def change(named: dict[str, mx.array]) -> None:
+        named["state"] = named["state"] + by * (mx.arange(reference.STATE_COLUMNS) == column)
+
+    return change
+
+
+def swap(a: str, b: str) -> Callable[[dict[str, mx.array]], None]:
+    return lambda named: named.update({a: named[b], b: named[a]})
+
+
+def set_to(name: str, value: Callable[[mx.array], mx.array]) -> Callable[[dict[str, mx.array]], None]:
+    return lambda named: named.update({name: value(named[name])})
+
+
+def no_sinks(named: dict[str, mx.array]) -> None:
+    named["state"] = named["state"] * (mx.arange(reference.STATE_COLUMNS) != reference.SINKS)
+
+
+def no_dropped_pages(named: dict[str, mx.array]) -> None:
+    named["state"] = named["state"] * (mx.arange(reference.STATE_COLUMNS) != reference.DROPPED_PAGES)
+
+
+ATTENTION_MISTAKES: dict[str, Callable[[dict[str, mx.array]], object]] = {
+    "a window too wide by one": change_state(reference.WINDOW, 1),
+    "a window too narrow by one": change_state(reference.WINDOW, -1),
+    "a sink too many": change_state(reference.SINKS, 1),
+    "no sinks": no_sinks,
+    "dropped pages not counted": no_dropped_pages,
+    "a head page too few": change_state(reference.HEAD_PAGES, -1),
+    "the future seen": change_state(reference.LENGTH, 1),
+    "the row itself not seen": change_state(reference.LENGTH, -1),
+    "sinks met with the window's queries": lambda named: named.update(sink_queries=named["window_queries"]),
+    "queries exchanged": swap("window_queries", "sink_queries"),
+    "keys and values exchanged": swap("keys", "values"),
+    "kv heads exchanged": set_to("keys", lambda keys: keys[:, ::-1]),
+    "rows exchanged": set_to("window_queries", lambda queries: queries[:, :, ::-1]),
+    "heads dealt out the other way": set_to("window_queries", lambda queries: queries[:, ::-1]),
+    "the first sequence's pages for all": set_to("pages", lambda pages: mx.broadcast_to(pages[:1], pages.shape)),
+    "pages in order": set_to("pages", lambda pages: mx.sort(pages, axis=-1)),
+    "a channel forgotten": set_to("keys", lambda keys: keys * (mx.arange(keys.shape[-1]) != 63).astype(keys.dtype)),
+}
+
+
+@pytest.mark.parametrize("variant", [VECTOR, INT8], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("mistake", ATTENTION_MISTAKES)
+def test_wrong_attention_is_found(variant: registry.Variant, mistake: str) -> None:
+    with pytest.raises(Mismatch, match="differ from the twin"):
+        compare(variant, lambda launch: attended(launch, ATTENTION_MISTAKES[mistake]))
+
+
+@pytest.mark.parametrize("name", ["key_scales", "value_scales"])
+def test_forgotten_scales_are_found(name: str) -> None:
+    with pytest.raises(Mismatch):
+        compare(INT8, lambda launch: attended(launch, set_to(name, mx.ones_like)))
+
+
+def reading_unseen_slots(launch: registry.Launch) -> Sequence[mx.array]:
+    """As `attended`, but a hidden slot weighs 0 instead of not being read."""
+    parts = attended(launch)
+    named = dict(zip(launch.variant.kernel.inputs, launch.inputs, strict=True))
+    parts[0] = parts[0] + 0 * (named["value_scales"] if named["keys"].dtype == mx.int8 else named["values"]).sum()
+    return parts
+
+
+def wrong_split(launch: registry.Launch) -> Sequence[mx.array]:
+    parts = attended(launch)
+    parts[1] = mx.zeros_like(parts[1])  # a split that saw nothing must not look as if it had
+    parts[2] = mx.ones_like(parts[2])
+    return parts
+
+
+def narrow(launch: registry.Launch) -> Sequence[mx.array]:
+    return [part.astype(mx.float16) for part in right(launch)]
+
+
+def unfilled(launch: registry.Launch) -> Sequence[mx.array]:
+    return [mx.full(s, mx.nan, t) for s, t in zip(launch.output_shapes, launch.output_dtypes, strict=True)]
+
+
+@pytest.mark.parametrize("execute", [reading_unseen_slots, wrong_split, unfilled], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("variant", [VECTOR, INT8], ids=lambda variant: variant.name)
+def test_wrong_reads_and_parts_are_found(execute: registry.Execute, variant: registry.Variant) -> None:
+    with pytest.raises(Mismatch):
+        compare(variant, execute)
+
+
+def no_maxima(launch: registry.Launch) -> Sequence[mx.array]:
+    partials, _, sums = launch.inputs
+    return [self_check.combined(partials, mx.zeros_like(sums), sums, launch.output_dtypes[0])]
+
+
+def few_splits(launch: registry.Launch) -> Sequence[mx.array]:
+    partials, maxima, sums = launch.inputs
+    return [self_check.combined(partials[..., :32, :], maxima[..., :32], sums[..., :32], launch.output_dtypes[0])]
+
+
+def nothing_seen_is_no_number(launch: registry.Launch) -> Sequence[mx.array]:
+    result = right(launch)[0]
+    return [mx.where(launch.inputs[2].sum(axis=-1)[..., None] > 0, result, mx.nan).astype(result.dtype)]
+
+
+@pytest.mark.parametrize("execute", [no_maxima, few_splits, nothing_seen_is_no_number, unfilled])
+def test_wrong_combination_is_found(execute: registry.Execute) -> None:
+    with pytest.raises(Mismatch):
+        compare(COMBINE, execute)
+
+
+def test_a_wrong_type_is_found() -> None:
+    with pytest.raises(Mismatch, match=r"float16 \(2, 3, 2, 64\) instead of mlx.core.float32"):
+        compare(registry.variant_of(registry.COMBINE, 64, dtype=mx.float32), narrow)
+
+
+def quantized(launch: registry.Launch, **changes: Any) -> Sequence[mx.array]:
+    named = dict(zip(launch.variant.kernel.inputs, launch.inputs, strict=True))
+    interleaved = dict(launch.variant.template)["INTERLEAVED"]
+    named.update({name: change(named[name]) for name, change in changes.items() if name in named})
+    results = reference.quantize_kv(**named, interleaved=changes.get("interleaved", interleaved))
+    return changes.get("after", lambda x: x)(results)
+
+
+def truncated(results: Sequence[mx.array]) -> Sequence[mx.array]:
+    return [mx.maximum(r - 1, -127) if r.dtype == mx.int8 else r for r in results]
+
+
+QUANTIZATION_MISTAKES: dict[str, dict[str, Any]] = {
+    "pairs of the other layout": {"interleaved": True},
+    "sines of the other sign": {"sines": lambda sines: -sines},
+    "no divisors": {"divisors": mx.ones_like},
+    "divisors of the first head": {"divisors": lambda divisors: mx.broadcast_to(divisors[:1], divisors.shape)},
+    "angles of the first row": {"cosines": lambda cosines: mx.broadcast_to(cosines[:, :1], cosines.shape)},
+    "truncated": {"after": truncated},
+    "keys for values": {"values": lambda values: values[:, ::-1]},
+    "scales exchanged": {"after": lambda results: (results[0], results[3], results[2], results[1])},
+}
+
+
+@pytest.mark.parametrize("mistake", QUANTIZATION_MISTAKES)
+def test_wrong_quantization_is_found(mistake: str) -> None:
+    with pytest.raises(Mismatch):
+        compare(QUANTIZE, lambda launch: quantized(launch, **QUANTIZATION_MISTAKES[mistake]))
+
+
+def test_a_last_bit_of_the_scale_is_no_mistake() -> None:
+    def nudged(results: Sequence[mx.array]) -> Sequence[mx.array]:
+        keys, scales, values, value_scales = results
+        return mx.where(mx.arange(64) == 5, mx.maximum(keys - 1, -127), keys), scales * 1.0005, values, value_scales
+
+    compare(QUANTIZE, lambda launch: quantized(launch, after=nudged))
+
+
+def test_problems_leave_the_random_state_alone() -> None:
+    mx.random.seed(3)
+    before = mx.random.normal((4,))
+    mx.random.seed(3)
+    problems.attention_problem(problems.SCENES[0], 64, mx.int8, 2, 3)
+    problems.quantization_problems(64, mx.float16, False)
+    assert before.tolist() == mx.random.normal((4,)).tolist()
+
+
+@pytest.mark.parametrize("variant", [COMBINE, registry.variant_of(registry.VECTOR, 64, storage=mx.int8, queries=2)],
+                         ids=lambda variant: variant.name)  # fmt: skip
+def test_the_kernels_source_passes(variant: registry.Variant) -> None:
+    """The text that Metal would compile, run by the shim."""
+    compare(variant, on_shim)
+
+
+@pytest.mark.metal
+@pytest.mark.parametrize("head_dim", registry.HEAD_SIZES)
+@pytest.mark.parametrize("storage", registry.STORAGE, ids=str)
+def test_kernels_on_this_machine(head_dim: int, storage: mx.Dtype) -> None:
+    for dtype in registry.TYPES:
+        for variant in registry.variants(head_dim, storage, dtype, group=8):
+            compare(variant)
+
+
+@pytest.mark.metal
+def test_times_on_this_machine() -> None:
+    shape = trials.Shape(32, 8, 64, mx.int8, mx.float16, 4, 1024)
+    times = choice.measure(trials.attention(shape))
+    assert set(times) == {trials.DENSE, trials.SCATTERED, trials.VECTOR, trials.TILE, trials.GATHER}
+    assert all(0 < time < 1000 for time in times.values())
+
+
+# What is remembered
+
+
+class Counting:
+    """A comparison that says what it is told to, and counts."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error, self.calls = error, 0
+
+    def __call__(self, variant: registry.Variant, execute: registry.Execute) -> None:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+
+
+def memory(folder: Path, machine: str = "M1") -> Remembered:
+    return Remembered(folder / "cache" / "kernels.json", machine)
+
+
+def test_a_right_variant_is_checked_once_per_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    counting = Counting()
+    checks = SelfCheck(memory(tmp_path), compare=counting)
+    assert checks.trusts(VECTOR)
+    assert checks.trusts(VECTOR)
+    assert SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
+    assert counting.calls == 1
+    assert SelfCheck(memory(tmp_path, "M2"), compare=counting).trusts(VECTOR)
+    assert SelfCheck(memory(tmp_path), compare=counting).trusts(INT8)
+    assert counting.calls == 3
+    assert checks.examine(VECTOR, again=True) is None
+    assert counting.calls == 4
+    assert not caplog.records
+
+
+def test_other_sources_are_checked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting()
+    SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
+    monkeypatch.setattr(self_check, "fingerprint", lambda: "other")
+    SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
+    assert counting.calls == 2
+
+
+def test_a_wrong_variant_is_off_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    counting = Counting(Mismatch("a window: 3 of 9 values differ"))
+    checks = SelfCheck(memory(tmp_path), compare=counting)
+    assert [checks.trusts(VECTOR) for _ in range(3)] == [False] * 3
+    [record] = caplog.records
+    assert (record.name, record.levelname) == ("mlx_spec", "WARNING")
+    assert VECTOR.name in record.getMessage()
+    assert "a window: 3 of 9 values differ" in record.getMessage()
+    assert "mlx-spec doctor" in record.getMessage()
+    caplog.clear()
+    assert not SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
+    assert len(caplog.records) == 1
+    assert counting.calls == 1
+    # Mended, say by a restart of the machine: the doctor finds out.
+    assert SelfCheck(memory(tmp_path), compare=Counting()).examine(VECTOR, again=True) is None
+    assert SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
+
+
+def test_what_does_not_compile_is_off_in_this_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    error = RuntimeError("[metal::Device] Unable to build\nprogram_source:7:1: error: unknown type 'hlaf'\nmore")
+    counting = Counting(error)
+    checks = SelfCheck(memory(tmp_path), compare=counting)
+    assert not checks.trusts(VECTOR)
+    assert not checks.trusts(VECTOR)
+    assert counting.calls == 1
+    assert "RuntimeError: program_source:7:1: error: unknown type 'hlaf'" in caplog.text
+    assert SelfCheck(memory(tmp_path), compare=Counting()).trusts(VECTOR)
+
+
+def test_control_c_during_a_check_decides_nothing(tmp_path: Path) -> None:
+    checks = SelfCheck(memory(tmp_path), compare=Counting(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        checks.trusts(VECTOR)
+    assert SelfCheck(memory(tmp_path), compare=Counting()).trusts(VECTOR)
+
+
+def test_a_variant_that_ended_a_process_is_not_run_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def crash(variant: registry.Variant, execute: registry.Execute) -> None:
+        raise SystemExit  # as if the process were gone: the file is as it was then
+
+    class Gone(Remembered):
+        def set(self, section: str, key: str, value: Any) -> None:
+            if value is not None:
+                super().set(section, key, value)
+
+    with pytest.raises(SystemExit):
+        SelfCheck(Gone(tmp_path / "cache" / "kernels.json", "M1"), compare=crash).trusts(VECTOR)
+    counting = Counting()
+    # This process still lives, so it may be at it.
+    assert SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        pass
+    memory(tmp_path).set("kernels", f"{VECTOR.name} {self_check.fingerprint()}", f"checking {ended.pid}")
+    checks = SelfCheck(memory(tmp_path), compare=counting)
+    assert checks.examine(VECTOR, again=True) == "the program ended while it was checked"
+    assert not checks.trusts(VECTOR)
+    assert counting.calls == 1
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"machines": 3}', b'{"machines": {"M1": []}}', b"[" * 100_000,
+    b'{"machines": {"M1": {"kernels": 4, "milliseconds": {"s": {"a": "x"}}}}}',
+])  # fmt: skip
+def test_a_broken_or_foreign_file_is_no_error(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels.json").write_bytes(content)
+    counting = Counting()
+    assert SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
+    assert SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
+    assert counting.calls == 1
+    assert Choice(memory(tmp_path), lambda trials: {"a": 2.0, "b": 1.0}).fastest("s", dict, ("a", "b")) == "b"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("value", ["checking", "checking x", "checking -1", "checking 99999999999999999999", 7, "odd"])
+def test_odd_values_are_checked_anew(tmp_path: Path, value: Any) -> None:
+    memory(tmp_path).set("kernels", f"{VECTOR.name} {self_check.fingerprint()}", value)
+    counting = Counting()
+    assert SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
+    assert counting.calls == 1
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    checks = SelfCheck(memory(tmp_path), compare=Counting())
+    assert checks.trusts(VECTOR)
+    assert checks.trusts(INT8)
+    [record] = caplog.records
+    assert "will be found out again" in record.getMessage()
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    memory(tmp_path).set("kernels", "a", "ok")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_processes_share_a_file_and_few_machines_stay(tmp_path: Path) -> None:
+    first, second = memory(tmp_path), memory(tmp_path)
+    assert first.get("s", "b") is None
+    second.set("s", "b", 2)
+    first.set("s", "a", 1)
+    assert [memory(tmp_path).get("s", key) for key in "ab"] == [1, 2]
+    first.set("s", "a", None)
+    assert memory(tmp_path).get("s", "a") is None
+    for number in range(20):
+        memory(tmp_path, f"other {number}").set("s", "a", number)
+    content = json.loads((tmp_path / "cache" / "kernels.json").read_text())
+    assert len(content["machines"]) == 8
+    assert stat.S_IMODE((tmp_path / "cache" / "kernels.json").stat().st_mode) == 0o600
+
+
+def test_where_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert remembered.cache_folder() == tmp_path / ".cache" / "mlx-spec"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert remembered.cache_folder() == tmp_path / ".cache" / "mlx-spec"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert remembered.cache_folder() == tmp_path / "x" / "mlx-spec"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert remembered.cache_folder() == tmp_path / "Library" / "Caches" / "mlx-spec"
+    Remembered(None, "M1").set("s", "a", 1)
+    assert "MLX 0." in remembered.machine()
+
+
+# Which way is fastest
+
+
+class Clock:
+    """Times by way, and a record of what was timed."""
+
+    def __init__(self, **times: float) -> None:
+        self.times, self.asked = times, list[list[str]]()
+
+    def __call__(self, trials: Mapping[str, Trial]) -> dict[str, float]:
+        self.asked.append(sorted(trials))
+        return {way: self.times[way] for way in trials if way in self.times}
+
+
+def some_trials() -> Mapping[str, Trial]:
+    return {way: lambda calls: mx.zeros(1) for way in ("dense", "vector", "tile", "gather")}
+
+
+def test_the_fastest_is_measured_once_and_remembered(tmp_path: Path) -> None:
+    clock = Clock(vector=2, tile=1, gather=9, dense=0.5)
+    chosen = Choice(memory(tmp_path), clock)
+    assert chosen.fastest("shape", some_trials, ("vector", "tile", "gather")) == "tile"
+    assert chosen.fastest("shape", some_trials, ("vector", "gather")) == "vector"
+    assert Choice(memory(tmp_path), clock).fastest("shape", some_trials, ("vector", "tile")) == "tile"
+    assert clock.asked == [["gather", "tile", "vector"]]
+    assert chosen.fastest("shape", some_trials, ("vector", "tile", "dense")) == "dense"
+    assert chosen.fastest("other", some_trials, ("gather",)) == "gather"
+    assert clock.asked[1:] == [["dense", "tile", "vector"]]
+    assert chosen.fastest("other", some_trials, ("tile", "vector")) == "tile"
+    assert len(clock.asked) == 3
+
+
+def test_ways_that_cannot_be_timed_are_not_taken(tmp_path: Path) -> None:
+    clock = Clock(gather=9)
+    chosen = Choice(memory(tmp_path), clock)
+    assert chosen.fastest("shape", some_trials, ("tile", "gather")) == "gather"
+    assert chosen.fastest("shape", some_trials, ("tile", "gather")) == "gather"
+    assert len(clock.asked) == 1
+    assert Choice(memory(tmp_path), Clock()).fastest("new", some_trials, ("tile", "gather")) == "gather"
+
+
+def test_measuring_tells_slow_from_fast() -> None:
+    matrix = mx.ones((256, 256)) / 256
+
+    def slow(calls: int) -> mx.array:
+        result = matrix
+        for _ in range(8 * calls):
+            result = result @ matrix
+        return result
+
+    def broken(calls: int) -> mx.array:
+        raise RuntimeError("out of memory")
+
+    times = choice.measure({"slow": slow, "fast": lambda calls: matrix[0] + calls, "broken": broken})
+    assert set(times) == {"slow", "fast"}
+    assert times["slow"] > times["fast"] > 0
+
+
+@pytest.mark.parametrize("storage", [mx.int8, mx.float32], ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_all_ways_of_a_trial_attend_to_the_same(storage: mx.Dtype, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros tell nothing apart, so they are replaced."""
+    random = np.random.default_rng(batch)
+
+    def noise(shape: Sequence[int], dtype: mx.Dtype = mx.float32) -> mx.array:
+        return mx.array(random.integers(-3, 4, shape)).astype(dtype)
+
+    shape = trials.Shape(4, 2, 64, storage, mx.float32, 3, 256, batch)
+    with monkeypatch.context() as patched:
+        patched.setattr(mx, "zeros", noise)
+        ways = trials.attention(shape, right)
+    results = {way: np.array(trial(1)) for way, trial in ways.items()}
+    assert len(results) == 5
+    for result in results.values():
+        assert result.shape == (batch, 4, 3, 64)
+        # The angles are noise too, but the same for all.
+        np.testing.assert_allclose(result, results["gather"], rtol=1e-4, atol=1e-4)
+
+
+def test_trials_of_quantization() -> None:
+    ways = trials.quantization(1, 2, 4, 64, mx.float16, False, right)
+    assert set(ways) == {trials.KERNEL, trials.PLAIN}
+    assert {trial(3).shape for trial in ways.values()} == {(1, 2, 4, 64)}
+
+
+def test_few_shapes_stand_for_all() -> None:
+    def bucket(rows: int, length: int, **more: Any) -> tuple[int, int]:
+        fields = {"heads": 64, "kv_heads": 8, "head_dim": 128, "storage": mx.int8, "dtype": mx.float16, **more}
+        shape = trials.Shape(rows=rows, length=length, **fields).bucket
+        return shape.rows, shape.length
+
+    assert bucket(1, 1) == (1, 256)
+    assert bucket(5, 257) == (8, 1024)
+    assert bucket(16, 4097) == (16, 16384)
+    assert bucket(1, 10**6) == (1, 16384)
+    assert bucket(1, 10**6, storage=mx.float16) == (1, 4096)
+    assert bucket(1, 10**6, batch=64) == (1, 256)
+
+
+# Who decides
+
+
+def attention_arguments(head_dim: int = 64, rows: int = 3, storage: mx.Dtype = mx.int8) -> dict[str, Any]:
+    problem = problems.attention_problem(problems.SCENES[2], head_dim, storage, 2, rows)
+    return {**problem.clean, "dtype": mx.float16}
+
+
+class Recording:
+    def __init__(self) -> None:
+        self.kernels: list[str] = []
+
+    def __call__(self, launch: registry.Launch) -> Sequence[mx.array]:
+        self.kernels.append(launch.variant.kernel.name)
+        return right(launch)
+
+
+def dispatch(
+    folder: Path, execute: registry.Execute, clock: Clock, compare: Callable[..., None] | None = None
+) -> Dispatch:
+    return Dispatch(SelfCheck(memory(folder), execute, compare or Counting()), Choice(memory(folder), clock), execute)
+
+
+@pytest.mark.parametrize(
+    ("times", "ran"),
+    [
+        ({"vector": 1, "tile": 2, "gather": 3}, ["paged_attention_vector", "paged_attention_combine"]),
+        ({"vector": 2, "tile": 1, "gather": 3}, ["paged_attention_tile", "paged_attention_combine"]),
+        ({"vector": 2, "tile": 3, "gather": 1}, []),
+    ],
+)
+def test_the_fastest_right_way_attends(tmp_path: Path, times: dict[str, float], ran: list[str]) -> None:
+    recording, clock = Recording(), Clock(**times)
+    decided = dispatch(tmp_path, recording, clock)
+    arguments = attention_arguments()
+    expected = np.array(reference.paged_attention(**arguments))
+    for _ in range(2):
+        recording.kernels.clear()
+        np.testing.assert_allclose(np.array(decided.paged_attention(**arguments)), expected, atol=2e-3)
+        assert recording.kernels == ran
+    assert len(clock.asked) == 1
+
+
+def test_a_wrong_kernel_is_not_taken_however_fast(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def only_vector_is_right(variant: registry.Variant, execute: registry.Execute) -> None:
+        if variant.kernel is registry.TILE:
+            raise Mismatch("off")
+
+    recording = Recording()
+    decided = dispatch(tmp_path, recording, Clock(vector=2, tile=1, gather=3), only_vector_is_right)
+    decided.paged_attention(**attention_arguments())
+    assert recording.kernels == ["paged_attention_vector", "paged_attention_combine"]
+    assert len(caplog.records) == 1
+
+
+def test_nothing_is_timed_where_no_kernel_is_right(tmp_path: Path) -> None:
+    recording, clock = Recording(), Clock()
+    decided = dispatch(tmp_path, recording, clock, Counting(Mismatch("off")))
+    arguments = attention_arguments()
+    result = decided.paged_attention(**arguments)
+    assert np.array_equal(np.array(result), np.array(reference.paged_attention(**arguments)))
+    new = mx.ones((1, 2, 3, 64), mx.float16)
+    decided.quantize_kv(new, new, mx.ones((1, 3, 64)), mx.zeros((1, 3, 64)), mx.ones((2, 64)), False)
+    assert not decided.prefers_kernel(pool_shape(pool(64), 3, 4), True)
+    assert (recording.kernels, clock.asked) == ([], [])
+
+
+def test_the_real_comparison_decides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def wrong(launch: registry.Launch) -> Sequence[mx.array]:
+        parts = right(launch)
+        return parts if launch.variant.kernel is registry.COMBINE else [parts[0] * 1.01, *parts[1:]]
+
+    arguments = attention_arguments()
+    decided = dispatch(tmp_path, wrong, Clock(vector=1, tile=2, gather=3), compare)
+    result = decided.paged_attention(**arguments)
+    assert np.array_equal(np.array(result), np.array(reference.paged_attention(**arguments)))
+    assert {record.args[0].split("[")[0] for record in caplog.records} == {
+        "paged_attention_vector", "paged_attention_tile"
+    }  # fmt: skip
+
+
+def test_a_head_size_without_kernel_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recording, clock = Recording(), Clock()
+    decided = dispatch(tmp_path, recording, clock)
+    assert not decided.prefers_kernel(pool_shape(pool(72), 1, 4), True)
+    assert not caplog.records
+    for rows in (1, 3, 3):
+        arguments = attention_arguments(72, rows)
+        assert np.array_equal(
+            np.array(decided.paged_attention(**arguments)), np.array(reference.paged_attention(**arguments))
+        )
+    new = mx.ones((1, 2, 3, 72), mx.float16)
+    decided.quantize_kv(new, new, mx.ones((1, 3, 72)), mx.zeros((1, 3, 72)), mx.ones((2, 72)), False)
+    [record] = caplog.records
+    assert "heads of 72 channels (there are for 64, 80, 96, 128, 256)" in record.getMessage()
+    assert (recording.kernels, clock.asked) == ([], [])
+
+
+def test_many_rows_are_no_kernels_work_and_not_worth_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recording = Recording()
+    dispatch(tmp_path, recording, Clock()).paged_attention(**attention_arguments(rows=17))
+    assert not recording.kernels
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("way", ["kernel", "plain"])
+def test_quantization_takes_the_faster_way(tmp_path: Path, way: str) -> None:
+    recording = Recording()
+    decided = dispatch(tmp_path, recording, Clock(**{"kernel": 2, "plain": 2, way: 1}))
+    for arguments in problems.quantization_problems(64, mx.float16, True):
+        for result, expected in zip(decided.quantize_kv(*arguments), reference.quantize_kv(*arguments), strict=True):
+            assert np.array_equal(np.array(result), np.array(expected))
+    assert recording.kernels == (["quantize_kv"] * 3 if way == "kernel" else [])
+
+
+def pool(head_dim: int, int8: bool = True) -> PagePool:
+    made = PagePool(layers=1, kv_heads=2, head_dim=head_dim, dtype=mx.float16, int8=int8)
+    made.allocate(3)
+    return made
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_kernel_is_preferred_where_it_is_faster(tmp_path: Path, int8: bool) -> None:
+    clock = Clock(vector=2, tile=4, dense=1, scattered=3)
+    decided = dispatch(tmp_path, Recording(), clock)
+    shape = pool_shape(pool(64, int8), 3, 4)
+    assert (shape.length, shape.storage) == (192, mx.int8 if int8 else mx.float16)
+    assert not decided.prefers_kernel(shape, consecutive=True)
+    assert decided.prefers_kernel(shape, consecutive=False)
+    assert not decided.prefers_kernel(pool_shape(pool(64, int8), 17, 4), consecutive=False)
+    assert clock.asked == [["dense", "tile", "vector"], ["scattered", "tile", "vector"]]
+
+
+def test_without_metal_the_twins_do_it_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(registry, "available", lambda: False)
+    monkeypatch.setattr(kernels, "on_this_machine", lambda: pytest.fail("nothing is to be checked"))
+    arguments = attention_arguments()
+    result = kernels.paged_attention(**arguments)
+    assert np.array_equal(np.array(result), np.array(reference.paged_attention(**arguments)))
+    for new in problems.quantization_problems(64, mx.float16, False):
+        assert len(kernels.quantize_kv(*new)) == 4
+    assert not kernels.preferred(pool(64), 1, False, heads=4)
+    monkeypatch.setattr(registry, "available", lambda: True)
+    assert not kernels.preferred(pool(64), 1, False)
+    decided = dispatch(tmp_path, Recording(), Clock(vector=1, tile=1, scattered=2, gather=2, kernel=1, plain=2))
+    monkeypatch.setattr(kernels, "on_this_machine", lambda: decided)
+    assert kernels.preferred(pool(64), 1, False, heads=4, length=100)
+    assert kernels.paged_attention(**arguments).shape == result.shape
