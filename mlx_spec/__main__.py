@@ -1,4 +1,4 @@
-"""The program: `mlx-spec`, and `python -m mlx_spec`. Imports nothing until Ctrl-C can be answered without a traceback."""
+"""The program: `mlx-spec`, and `python -m mlx_spec`. Imports nothing before Ctrl-C is answered without a traceback."""
 
 import sys
 
