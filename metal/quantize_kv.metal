@@ -36,8 +36,8 @@ for (int e = 0; e < CHANNELS; e++) {
   largest_key = max(largest_key, fabs(key[e]));
   largest_value = max(largest_value, fabs(value[e]));
 }
-const half key_scale = half(simd_max(largest_key) / 127.0f);
-const half value_scale = half(simd_max(largest_value) / 127.0f);
+const half key_scale = half(min(simd_max(largest_key) / 127.0f, 65504.0f));
+const half value_scale = half(min(simd_max(largest_value) / 127.0f, 65504.0f));
 UNROLL
 for (int e = 0; e < CHANNELS; e++) {
   const int channel = lane + 32 * e;

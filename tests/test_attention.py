@@ -74,7 +74,7 @@ def step(sequences: list[Sequence], rows: int, tolerance: float) -> list[mx.arra
     for sequence in sequences:
         sequence.table.append(rows)
     tables = [sequence.table for sequence in sequences]
-    attention = AttentionPass(pool, tables, rows, first.rotary)
+    attention = AttentionPass(pool, tables, rows, first.rotary, first.heads)
     scale, outputs = pool.head_dim**-0.5, []
     for layer in range(len(pool.keys)):
         new = [sequence.new_rows(rows) for sequence in sequences]

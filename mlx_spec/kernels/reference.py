@@ -21,6 +21,8 @@ from mlx_spec.rotary import rotate
 LENGTH, SINKS, WINDOW, HEAD_PAGES, DROPPED_PAGES = range(5)
 """Columns of `state`."""
 STATE_COLUMNS = 8
+LARGEST_SCALE = 65504
+"""The largest float16."""
 HIDDEN = -1e30
 """Score of what a row must not see: finite, so that a row of nothing else gives no NaN."""
 
@@ -44,9 +46,10 @@ def quantize_kv(
 def quantize_rows(x: mx.array) -> tuple[mx.array, mx.array]:
     """x (..., head_dim) -> (int8 of the same shape, float16 scales (...)), x being about int8 * scale.
 
-    The float16 scale is what the values are divided by, so its rounding costs nothing; a row of zeros has scale 0.
+    The float16 scale is what the values are divided by, so its rounding costs nothing; a row of zeros has scale 0, and
+    what even the largest scale cannot reach is cut off.
     """
-    scales = (mx.abs(x).max(axis=-1, keepdims=True) / 127).astype(mx.float16)
+    scales = mx.minimum(mx.abs(x).max(axis=-1, keepdims=True) / 127, LARGEST_SCALE).astype(mx.float16)
     safe = mx.where(scales > 0, scales, 1).astype(mx.float32)
     return mx.clip(mx.round(x / safe), -127, 127).astype(mx.int8), scales[..., 0]
 
