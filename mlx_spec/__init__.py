@@ -1,8 +1,11 @@
 """Speculative decoding on MLX: a small model drafts, the large one decides, and its distribution is untouched."""
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+TYPE_CHECKING = False  # typing takes as long to import as Python to start, and Ctrl-C shows a traceback until then
 if TYPE_CHECKING:
+    from typing import Any
+
     from mlx_spec.config import KVConfig, Sampling, Speculation
     from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
     from mlx_spec.metrics import Statistics

@@ -579,3 +579,8 @@ def test_the_module_runs() -> None:
 def test_help_needs_no_heavy_import() -> None:
     heavy = "{'mlx', 'mlx_lm', 'transformers', 'huggingface_hub'}"
     assert _python("-c", f"import sys, mlx_spec.cli; print({heavy} & {{*sys.modules}})") == "set()\n"
+
+
+def test_the_package_imports_nothing_before_control_c_is_answered() -> None:
+    program = "import sys; known = {*sys.modules}; import mlx_spec.__main__; print(sorted({*sys.modules} - known))"
+    assert _python("-c", program) == "['__future__', 'mlx_spec', 'mlx_spec.__main__']\n"
