@@ -15,7 +15,7 @@ import numpy as np
 
 from mlx_spec import kernels
 from mlx_spec.kernels.reference import STATE_COLUMNS
-from mlx_spec.kv import PagePool, PageTable
+from mlx_spec.kv import PAGE, PagePool, PageTable
 from mlx_spec.rotary import EXACT_FROM, Rotary, RotaryRows
 
 _EVERYTHING = 2**30
@@ -29,16 +29,26 @@ _Slots = tuple[slice | mx.array, slice | mx.array]
 class AttentionPass:
     """One forward pass of `rows` new positions of each sequence: made once, used by every layer.
 
-    The tables must have room for the rows already (`PageTable.append`).
+    The tables must have room for the rows already (`PageTable.append`). `heads`, the number of query
+    heads, is needed for a kernel to be chosen where the dense way would do.
     """
 
-    def __init__(self, pool: PagePool, tables: Sequence[PageTable], rows: int, rotary: Rotary) -> None:
+    def __init__(
+        self, pool: PagePool, tables: Sequence[PageTable], rows: int, rotary: Rotary, heads: int | None = None
+    ) -> None:
         self._pool, self._rotary = pool, rotary
         starts = [table.length - rows for table in tables]
         self._offset = starts[0] if len(tables) == 1 else mx.array(starts)
         self._mask = "causal" if rows > 1 else None
         hides = any(table.hides for table in tables)
-        dense = not hides and not kernels.preferred(pool, rows, all(table.consecutive for table in tables))
+        dense = not hides and not kernels.preferred(
+            pool,
+            rows,
+            all(table.consecutive for table in tables),
+            heads=heads,
+            length=max(table.length for table in tables),
+            batch=len(tables),
+        )
         self._slots = [_slots(table, start, read_all=dense) for table, start in zip(tables, starts, strict=True)]
         self._rows: RotaryRows | None = None
         positions = np.array(starts)[:, None] + np.arange(rows)  # (batch, n)
@@ -58,10 +68,12 @@ class AttentionPass:
         """
         self._write(layer, keys, values)
         if self._paged is None:
-            rotated = self._rotate(queries)
+            # Dequantized keys and values are not rounded again where float32 costs nothing.
+            wide = self._pool.int8 and mx.default_device() == mx.cpu
+            rotated = self._rotate(queries.astype(mx.float32) if wide else queries)
             if self._pool.int8:
                 rotated = self._multiplied(layer, rotated)
-            return self._attend_densely(layer, rotated, scale)
+            return self._attend_densely(layer, rotated, scale).astype(queries.dtype)
         exact = queries.astype(mx.float32) * scale
         if self._pool.int8:
             exact = self._multiplied(layer, exact)
@@ -98,7 +110,7 @@ class AttentionPass:
     def _attend_densely(self, layer: int, queries: mx.array, scale: float) -> mx.array:
         outputs = []
         for index, (_, read) in enumerate(self._slots):
-            keys, values = self._pool.read(layer, read)
+            keys, values = self._pool.read(layer, read, queries.dtype)
             outputs.append(
                 mx.fast.scaled_dot_product_attention(
                     queries if len(self._slots) == 1 else queries[index : index + 1],
@@ -161,9 +173,11 @@ def _slots(table: PageTable, start: int, *, read_all: bool) -> _Slots:
     if table.consecutive:
         first = table.slot(0)
         return slice(first + start, first + table.length), slice(first, first + table.length)
-    written = [table.slot(position) for position in range(start, table.length)]
-    write = slice(written[0], written[0] + 1) if len(written) == 1 else mx.array(written)
-    return write, mx.array([table.slot(position) for position in range(table.length)]) if read_all else slice(0, 0)
+    held = (np.array(table.pages)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)  # slots in the order of positions
+    end = table.length - table.dropped * PAGE
+    written = held[start - table.dropped * PAGE : end]
+    write = slice(int(written[0]), int(written[0]) + 1) if len(written) == 1 else mx.array(written)
+    return write, mx.array(held[:end]) if read_all else slice(0, 0)
 
 
 def _pair_lengths(keys: mx.array, interleaved: bool) -> mx.array:

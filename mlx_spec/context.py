@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_spec.architectures.decoder import Decoder
 from mlx_spec.attention import AttentionPass
-from mlx_spec.kv import PAGE, PagePool, PageTable
+from mlx_spec.kv import PagePool, PageTable
 
 Tokens = Sequence[int] | mx.array
 
@@ -74,9 +74,8 @@ class LanguageModel(Protocol):
     def rewind_obstacle(self) -> str | None:
         """Why contexts cannot be rewound, or None if they can."""
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Memory that one more position takes."""
+    def bytes_to_allocate(self, tokens: int) -> int:
+        """Memory that one more sequence of so many tokens would take beside what is allocated."""
 
     @property
     def paging_obstacle(self) -> str | None:
@@ -104,7 +103,9 @@ class PagedModel:
             dtype=module.model.norm.weight.dtype,
             int8=int8,
         )
-        self.bytes_per_token = self.pool.page_bytes // PAGE
+
+    def bytes_to_allocate(self, tokens: int) -> int:
+        return self.pool.bytes_to_allocate(tokens)
 
     def new_context(self, sinks: int = 0, window: int | None = None) -> PagedContext:
         return PagedContext(self.module, PageTable(self.pool, sinks, window))
@@ -136,14 +137,14 @@ class PagedContext:
 
     def extend(self, tokens: Tokens, rows: int | None = None) -> mx.array:
         tokens = token_array(tokens)
-        before = self.table.length
+        module, before = self._module, self.table.length
         self.table.append(tokens.size)
         try:
-            attention = AttentionPass(self.table.pool, [self.table], tokens.size, self._module.rotary)
-            hidden = self._module.hidden(tokens[None], attention)[0]  # (n, hidden_size)
+            attention = AttentionPass(self.table.pool, [self.table], tokens.size, module.rotary, module.arguments.heads)
+            hidden = module.hidden(tokens[None], attention)[0]  # (n, hidden_size)
             if rows is not None and rows < tokens.size:
                 hidden = hidden[tokens.size - rows :]
-            return self._module.logits(hidden)
+            return module.logits(hidden)
         except BaseException:
             self.table.rewind(before)
             raise

@@ -32,16 +32,16 @@ def check_fits(name: str, needed: int, available: int | None, smaller: Mapping[s
                      f"is available; {step}.")
 
 
-def check_cache_fits(tokens: int, bytes_per_token: int) -> None:
-    """Raise DoesNotFit, with numbers, if keys and values of so many tokens are more than is available."""
+def check_cache_fits(tokens: int, needed: int) -> None:
+    """Raise DoesNotFit, with numbers, if `needed` bytes for keys and values of so many tokens are not available."""
     available = available_memory()
-    if available is None or tokens * bytes_per_token <= available:
+    if available is None or needed <= available:
         return
+    fitting = tokens * max(available, 0) // needed
     raise DoesNotFit(
-        f"keys and values of {tokens} tokens need {gigabytes(tokens * bytes_per_token)} and "
-        f"{gigabytes(max(available, 0))} is available, enough for "
-        f"{max(available, 0) // bytes_per_token} tokens; give a shorter prompt or a smaller --max-tokens "
-        "(max_tokens=)."
+        f"keys and values of {tokens} tokens need {gigabytes(needed)} more and {gigabytes(max(available, 0))} is "
+        f"available, enough for about {fitting} tokens; give a shorter prompt, a smaller --max-tokens (max_tokens=), "
+        "--kv int8, or a --window."
     )
 
 

@@ -154,7 +154,7 @@ class LLM:
                 )
             limit = room if limit is None else min(limit, room)
             planned = min(planned, self.context_length)
-        check_cache_fits(planned, sum(model.bytes_per_token for model in self._models))
+        check_cache_fits(planned, sum(model.bytes_to_allocate(planned) for model in self._models))
         return self._chunks(tokens, sampling, speculation, limit, sinks, answer, prefill_progress)
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:

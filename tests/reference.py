@@ -66,7 +66,9 @@ class TableModel:
     """A model whose next token depends on the last two, through a table of logits (vocabulary, vocabulary, columns)."""
 
     rewind_obstacle = None
-    bytes_per_token = 4
+
+    def bytes_to_allocate(self, tokens: int) -> int:
+        return 4 * tokens
 
     def __init__(self, table: np.ndarray, can_rewind: bool = True, chains_cheaply: bool = True) -> None:
         self.table = mx.array(table.astype(np.float32))

@@ -487,7 +487,7 @@ def test_bytes() -> None:
     model = tiny_model()
     context = model.new_context()
     assert context.nbytes == 0
-    assert model.bytes_per_token == 2 * 2 * 2 * 8 * 4  # keys and values, layers, kv heads, head_dim, float32
+    assert model.pool.page_bytes // 64 == 2 * 2 * 2 * 8 * 4  # keys and values, layers, kv heads, head_dim, float32
     context.extend(list(range(10)))
     assert context.nbytes == sum(array.nbytes for array in model.pool.keys + model.pool.values)
     assert model.rewind_obstacle is None

@@ -190,7 +190,7 @@ def test_a_quantized_cache_can_be_rewound() -> None:
     context, fresh = model.new_context(), model.new_context()
     assert model.rewind_obstacle is None
     # 8 bits and a scale and a bias of 32 bits each in every 32: keys and values, 2 layers, 2 heads of 32.
-    assert model.bytes_per_token == 2 * 2 * 2 * (32 + 8)
+    assert model.bytes_to_allocate(1) == 2 * 2 * 2 * (32 + 8)
     context.extend(TOKENS)
     context.rewind(20)
     fresh.extend(TOKENS[:20])
@@ -206,8 +206,8 @@ def test_a_quantized_cache_can_be_rewound() -> None:
     ("falcon_h1", 2 * 2 * 2 * 8),
     ("qwen3_next", 2 * 2 * 8),  # the state of the other layer does not grow
 ])
-def test_bytes_per_token(kind: str, floats: int) -> None:
-    assert ExternalModel(module_of(kind)).bytes_per_token == 4 * floats
+def test_bytes_to_allocate(kind: str, floats: int) -> None:
+    assert ExternalModel(module_of(kind)).bytes_to_allocate(3) == 3 * 4 * floats
 
 
 @pytest.mark.parametrize("kind", ["phi3", "deepseek_v3", "gemma3_text", "falcon_h1"])

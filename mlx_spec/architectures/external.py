@@ -35,7 +35,10 @@ class ExternalModel:
         # Lazy: only the shape is computed.
         self._vocabulary_size = int(module(mx.array([[0]]), cache=caches).shape[-1])
         # A KVCache has just made room for its first step of positions.
-        self.bytes_per_token = sum(c.nbytes // c.step for c in _flat(caches) if type(c) in _EXACTLY_REWINDABLE)
+        self._bytes_per_token = sum(c.nbytes // c.step for c in _flat(caches) if type(c) in _EXACTLY_REWINDABLE)
+
+    def bytes_to_allocate(self, tokens: int) -> int:
+        return tokens * self._bytes_per_token
 
     def new_context(self, sinks: int = 0, window: int | None = None) -> ExternalContext:
         """A window is for native definitions only: see `paging_obstacle`."""

@@ -4,6 +4,7 @@ else its twin. Without Metal nothing is checked or timed: the twin it is."""
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -12,7 +13,9 @@ from mlx_spec.kernels import reference, registry
 from mlx_spec.kernels.choice import Choice
 from mlx_spec.kernels.dispatch import Dispatch, pool_shape
 from mlx_spec.kernels.self_check import SelfCheck
-from mlx_spec.kv import PagePool
+
+if TYPE_CHECKING:
+    from mlx_spec.kv import PagePool
 
 __all__ = ["memory", "on_this_machine", "paged_attention", "preferred", "quantize_kv"]
 

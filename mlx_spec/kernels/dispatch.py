@@ -5,14 +5,17 @@ or plain MLX operations. Knows arrays; nothing of models, tokens or how anything
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import mlx.core as mx
 
 from mlx_spec.kernels import reference, registry, trials
 from mlx_spec.kernels.choice import Choice
+from mlx_spec.kernels.reference import PAGE
 from mlx_spec.kernels.self_check import SelfCheck
-from mlx_spec.kv.pool import PAGE, PagePool
+
+if TYPE_CHECKING:
+    from mlx_spec.kv import PagePool
 
 _ATTENTION: tuple[Literal["vector"], Literal["tile"]] = ("vector", "tile")
 _logger = logging.getLogger("mlx_spec")

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_spec.kv.pool import PAGE
 from mlx_spec.rotary import rotate
 
+PAGE = 64
+"""Tokens per page."""
 LENGTH, SINKS, WINDOW, HEAD_PAGES, DROPPED_PAGES = range(5)
 """Columns of `state`."""
 STATE_COLUMNS = 8

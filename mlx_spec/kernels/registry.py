@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlx_spec.kernels.reference import STATE_COLUMNS
-from mlx_spec.kv.pool import PAGE
+from mlx_spec.kernels.reference import PAGE, STATE_COLUMNS
 from mlx_spec.resources import folder
 
 HEAD_SIZES = (64, 80, 96, 128, 256)

@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec.kernels import problems, reference, registry
-from mlx_spec.kv.pool import PAGE
+from mlx_spec.kernels.reference import PAGE
 from mlx_spec.remembered import Remembered
 from mlx_spec.resources import folder
 

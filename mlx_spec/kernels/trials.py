@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_spec.kernels import reference, registry
 from mlx_spec.kernels.choice import Trial
-from mlx_spec.kv.pool import PAGE
+from mlx_spec.kernels.reference import PAGE
 from mlx_spec.rotary import RotaryRows
 
 _LENGTHS = (256, 1024, 4096, 16384)

@@ -13,15 +13,14 @@ array, and do not put two passes in flight where a copy of the pool would cost m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
 from mlx_spec.errors import DoesNotFit
+from mlx_spec.kernels.reference import PAGE
 from mlx_spec.memory import available_memory, gigabytes
-
-PAGE = 64
-"""Tokens per page."""
 
 _SMALLEST_SLAB = 4  # pages
 _LARGEST_SLAB = 64  # pages
@@ -46,6 +45,7 @@ class PagePool:
         # Keys, then values: each the stored rows and, for INT8, their scales.
         self._kinds = shapes * 2
         self._arrays = [[self._blank(kind, 0) for _ in range(layers)] for kind in self._kinds]
+        mx.eval(self._arrays)  # a lazy array belongs to the thread that made it
         self.divisors: list[mx.array | None] = [None] * layers  # (kv_heads, head_dim) float32
         self._references: list[int] = []  # one count per page; 0 is free
 
@@ -78,16 +78,14 @@ class PagePool:
         for arrays, part in zip(self._arrays, parts, strict=True):
             arrays[layer][:, :, slots] = part
 
-    def read(self, layer: int, slots: slice | mx.array) -> tuple[mx.array, mx.array]:
-        """Keys and values (1, kv_heads, n, head_dim) of some slots in the model's type; INT8 keys still divided."""
+    def read(self, layer: int, slots: slice | mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Keys and values (1, kv_heads, n, head_dim) of some slots; INT8 dequantized to `dtype`, keys still divided."""
         parts = [arrays[layer][:, :, slots] for arrays in self._arrays]
         if not self.int8:
             return parts[0], parts[1]
         keys, key_scales, values, value_scales = parts
-        return self._dequantized(keys, key_scales), self._dequantized(values, value_scales)
-
-    def _dequantized(self, rows: mx.array, scales: mx.array) -> mx.array:
-        return (rows.astype(mx.float32) * scales[..., None]).astype(self.dtype)
+        dequantize = _dequantize(dtype)
+        return dequantize(keys, key_scales), dequantize(values, value_scales)
 
     @property
     def pages(self) -> int:
@@ -97,6 +95,10 @@ class PagePool:
     @property
     def pages_in_use(self) -> int:
         return sum(count > 0 for count in self._references)
+
+    def bytes_to_allocate(self, tokens: int) -> int:
+        """What one more sequence of so many tokens would add to `nbytes`."""
+        return max(0, -(-tokens // PAGE) - (self.pages - self.pages_in_use)) * self.page_bytes
 
     @property
     def page_bytes(self) -> int:
@@ -199,3 +201,14 @@ class PagePool:
     def evaluate(self) -> None:
         """Wait until every write has been made."""
         mx.eval(self._arrays, [divisor for divisor in self.divisors if divisor is not None])
+
+
+
+@functools.cache
+def _dequantize(dtype: mx.Dtype) -> Callable[[mx.array, mx.array], mx.array]:
+    """(int8 (..., n, head_dim), scales (..., n)) -> floating. Compiled for any n, so no float32 copy is kept."""
+
+    def dequantize(rows: mx.array, scales: mx.array) -> mx.array:
+        return (rows.astype(mx.float32) * mx.expand_dims(scales, -1).astype(mx.float32)).astype(dtype)
+
+    return mx.compile(dequantize, shapeless=True)

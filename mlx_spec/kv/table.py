@@ -3,7 +3,8 @@ are whose; nothing of what is in them."""
 
 from __future__ import annotations
 
-from mlx_spec.kv.pool import PAGE, PagePool
+from mlx_spec.kernels.reference import PAGE
+from mlx_spec.kv.pool import PagePool
 
 
 class PageTable:
