@@ -1,287 +1,171 @@
-"""The runtime on tiny models: how keys and values are kept, what is refused, and what is left after a failure."""
+"""Text in, text out, on tiny models: what is refused at once, where an answer ends, and what its figures say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from directories import write_tokenizer
-from mlx_lm.utils import load_tokenizer
-from test_external import module_of
-from tiny import tiny_module
+from directories import write_model, write_tokenizer
+from test_tokenizer import sentencepiece
+from tiny import CONFIG, tiny_module
 
-from mlx_spec.config import KVConfig, Speculation
-from mlx_spec.context import PagedModel
-from mlx_spec.errors import BadConfig, DoesNotFit
-from mlx_spec.kv import PAGE, pool
+import mlx_spec
+from mlx_spec import LLM, BadConfig, KVConfig, MLXSpecError, ModelNotFound, Sampling, Speculation
 from mlx_spec.loader import LoadedModel
-from mlx_spec.runtime import LLM
+from mlx_spec.metrics import Statistics
+from mlx_spec.text_stream import Answer
 from mlx_spec.tokenizer import Tokenizer
-
-CONTEXT = 512
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
-)
-PROMPT = np.random.default_rng(0).integers(0, 250, 200).tolist()
-PLAIN, DRAFTED = Speculation(draft_tokens=0), Speculation(draft_tokens=4)
-Make = Callable[..., LLM]
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
-    """Without and with a chat template."""
-    found = []
-    for options in ({}, {"chat_template": TEMPLATE}):
-        directory: Path = tmp_path_factory.mktemp("tokenizer")
-        write_tokenizer(directory, **options)
-        found.append(Tokenizer(load_tokenizer(directory)))
-    return found[0], found[1]
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "target")
 
 
-@pytest.fixture
-def make(tokenizers: tuple[Tokenizer, Tokenizer]) -> Make:
-    def model(name: str, seed: int) -> LoadedModel:
-        module = tiny_module(seed, 0.5, vocab_size=272, tie_word_embeddings=False)
-        return LoadedModel(name, module, tokenizers[1], {}, CONTEXT)
-
-    def made(kv: KVConfig | None = None, *, draft: int | None = None) -> LLM:
-        return LLM(model("large", 1), None if draft is None else model("small", draft), kv)
-
-    return made
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> LLM:
+    return mlx_spec.load(directory, write_model(directory.parent / "draft", seed=5))
 
 
-def pools_of(llm: LLM) -> list[pool.PagePool]:
-    found = [model for model in (llm._target, llm._draft) if model is not None]
-    assert all(isinstance(model, PagedModel) for model in found)
-    return [model.pool for model in found]  # type: ignore[union-attr]
+def _with(tokenizer: Tokenizer, seed: int = 0) -> LLM:
+    """A tiny model behind this tokenizer."""
+    size = tokenizer.vocabulary_size
+    return LLM(LoadedModel("tiny", tiny_module(seed, vocab_size=size), tokenizer, dict(CONFIG), 4096))
 
 
-def in_use(llm: LLM) -> int:
-    return sum(each.pages_in_use for each in pools_of(llm))
+# What is refused
 
 
-def allocated(each: pool.PagePool) -> int:
-    arrays = [*each.keys, *each.values, *(each.key_scales or []), *(each.value_scales or [])]
-    return sum(array.nbytes for array in arrays)
-
-
-# What is kept.
-
-
-@pytest.mark.parametrize("kv", [
-    KVConfig(), KVConfig("int8"), KVConfig("int8", "int8"), KVConfig(window=65), KVConfig("int8", window=65, sinks=65),
-], ids=str)
-def test_every_way_decodes_and_reports_what_is_allocated(make: Make, kv: KVConfig) -> None:
-    plain = make(kv).generate(PROMPT, max_tokens=60, speculation=PLAIN)
-    llm = make(kv, draft=2)
-    fast = llm.generate(PROMPT, max_tokens=60, speculation=DRAFTED)
-    assert fast.tokens == plain.tokens
-    assert fast.statistics.drafted > 0
-    assert fast.statistics.kv_bytes == sum(allocated(each) for each in pools_of(llm))
-    assert in_use(llm) == 0
-    same = make(kv, draft=1)
-    if kv.storage == kv.draft_storage:
-        again = same.generate(PROMPT, max_tokens=60, speculation=DRAFTED)
-        assert again.tokens == plain.tokens
-        assert again.statistics.acceptance_rate == 1
-
-
-def test_int8_takes_half_and_only_where_it_is_asked_for(make: Make) -> None:
-    sizes = {}
-    for kv in (KVConfig(), KVConfig("int8"), KVConfig("model", "int8"), KVConfig("int8", "int8")):
-        llm = make(kv, draft=2)
-        llm.generate(PROMPT, max_tokens=4)
-        sizes[kv] = [each.nbytes for each in pools_of(llm)]
-        assert [each.int8 for each in pools_of(llm)] == [kv.storage == "int8", kv.draft_storage == "int8"]
-    whole, target, draft, both = sizes.values()
-    small = whole[0] * (8 + 16 / 8) / 32  # of float32 with heads of 8 channels
-    assert target == [small, whole[1]]
-    assert draft == [whole[0], small]
-    assert both == [small, small]
-
-
-def test_the_default_keeps_everything_as_the_model_computes(make: Make) -> None:
-    llm = make()
-    assert llm.kv == KVConfig() == KVConfig("model", "model", None, 4)
-    assert not pools_of(llm)[0].int8
-
-
-# Windows.
-
-
-@pytest.mark.parametrize("draft", [None, 2])
-def test_an_unlimited_answer_with_a_window_goes_past_the_context(make: Make, draft: int | None) -> None:
-    llm = make(KVConfig(window=65), draft=draft)
-    chunks = llm.stream(PROMPT, max_tokens=None, speculation=DRAFTED)
-    tokens: list[int] = []
-    sizes = set()
-    for chunk in chunks:
-        tokens += chunk.tokens
-        assert chunk.finish_reason is None
-        if len(tokens) > 100:
-            sizes.add(sum(each.nbytes for each in pools_of(llm)))
-        if len(tokens) > CONTEXT + 100:
-            break
-    chunks.close()
-    assert len(tokens) > CONTEXT + 100
-    assert len(sizes) == 1
-    assert in_use(llm) == 0
-
-
-def test_a_prompt_longer_than_the_context_needs_a_window(make: Make) -> None:
-    prompt = np.random.default_rng(1).integers(0, 250, CONTEXT + 88).tolist()
-    with pytest.raises(BadConfig, match=r"600 tokens and large takes 512 at most.*--window"):
-        make().generate(prompt)
-    answer = make(KVConfig(window=100), draft=2).generate(prompt, max_tokens=20, speculation=DRAFTED)
-    assert answer.tokens == make(KVConfig(window=100)).generate(prompt, max_tokens=20, speculation=PLAIN).tokens
-    assert answer.statistics.prompt_tokens == 600
-
-
-def test_without_a_window_an_unlimited_answer_ends_with_the_context(make: Make) -> None:
-    answer = make().generate(PROMPT, max_tokens=None)
-    assert answer.finish_reason == "length"
-    assert len(answer.tokens) == CONTEXT - len(PROMPT)
-
-
-@pytest.mark.parametrize(("sinks", "window", "fits"), [
-    (4, 508, True), (4, 509, False), (256, 256, True), (0, 513, False),
-])
-def test_sinks_and_window_stay_within_the_context(make: Make, sinks: int, window: int, fits: bool) -> None:
-    llm = make(KVConfig(window=window, sinks=sinks))
-    if fits:
-        llm.generate([1, 2, 3], max_tokens=2)
-    else:
-        with pytest.raises(BadConfig, match=rf"{sinks} sinks .* {window} .* 512 .* --window of {512 - sinks} at most"):
-            llm.stream([1, 2, 3])
-
-
-def seen_sinks(llm: LLM, prompt: Any) -> tuple[int, list[int]]:
-    """How many sinks a generation has, and the prompt's tokens."""
-    tokens = llm._prompt_tokens(prompt, raw=False)
-    return llm._sinks(prompt, False, tokens), tokens
-
-
-def test_the_system_prompt_is_kept_whole(make: Make, tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
-    llm = make(KVConfig(window=100, sinks="system"))
-    system, tokenizer = {"role": "system", "content": "Answer in verse."}, tokenizers[1]
-    beginning = tokenizer._encode_plain("<system>Answer in verse.</system><user>")
-    for user in ("A", "b", "hello there", "Answer"):
-        messages = [system, {"role": "user", "content": user}]
-        sinks, tokens = seen_sinks(llm, messages)
-        assert tokens[:sinks] == beginning
-        assert tokenizer.decode(tokens[:sinks]).startswith("<system>Answer in verse.</system>")
-        assert tokenizer.decode(tokens[sinks:]).startswith(user)
-        longer = [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": user}]
-        assert seen_sinks(llm, longer)[0] == sinks
-    llm.system_prompt = "Answer in verse."
-    assert seen_sinks(llm, "hello")[0] == sinks
-    assert seen_sinks(llm, [{"role": "system", "content": "No."}, {"role": "user", "content": "x"}])[0] < sinks
-    llm.system_prompt = None
-    sinks, tokens = seen_sinks(llm, "hello")
-    assert tokenizer.decode(tokens[:sinks]) == "<user>"
-    llm.generate([system, {"role": "user", "content": "hello " * 60}], max_tokens=3)
-
-
-@pytest.mark.parametrize("options", [{"prompt": "hello", "raw": True}, {"prompt": [1, 2, 3]}])
-def test_system_sinks_need_a_conversation(make: Make, options: dict[str, Any]) -> None:
-    llm = make(KVConfig(window=100, sinks="system"))
-    with pytest.raises(BadConfig, match=r"'system' needs messages and a chat template; give a number"):
-        llm.stream(**options)
-
-
-def test_a_system_prompt_longer_than_the_window_is_refused(make: Make) -> None:
-    llm = make(KVConfig(window=65, sinks="system"))
-    messages = [{"role": "system", "content": "verse " * 30}, {"role": "user", "content": "x"}]
-    with pytest.raises(BadConfig, match=r"window of 65 tokens is smaller than the \d+ sinks; give a --window of"):
-        llm.stream(messages)
-
-
-# Refusals.
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("kv", [KVConfig("int8", "int8"), KVConfig(window=100)])
-def test_other_architectures_are_refused_with_the_list(
-    tokenizers: tuple[Tokenizer, Tokenizer], role: str, kv: KVConfig
-) -> None:
-    external = LoadedModel("other", module_of("phi3"), tokenizers[0], {}, CONTEXT)
-    native = LoadedModel("own", tiny_module(0, vocab_size=272), tokenizers[0], {}, CONTEXT)
-    pair = (external, native) if role == "target" else (native, external)
-    with pytest.raises(BadConfig, match=r"other \(phi3\) .* are llama, .*qwen2.*; leave --kv, --draft-kv") as caught:
-        LLM(*pair, kv)
+@pytest.mark.parametrize("prompt", [
+    None, 5, {1, 2}, (token for token in (1, 2)), {"role": "user", "content": "x"}, b"abc", bytearray(b"a"),
+    "", " ", [],
+    ["12", "13"], [1.0, 2.0], [1.7], [True], [[1, 2]], [float("inf")], [float("nan")], [10**30], [-1], [272],
+    [{"role": "user", "content": "x"}, 5], [{}], "a\ud800b", np.array([1.5]), mx.array([[1, 2]]),
+])  # fmt: skip
+def test_what_is_no_prompt(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(BadConfig) as caught:
+        llm.stream(prompt)
     assert "\n" not in str(caught.value)
-    LLM(*pair, KVConfig())
-    # What only concerns the other one does not matter.
-    LLM(*pair, KVConfig("int8") if role == "draft" else KVConfig("model", "int8"))
 
 
-# A pool that cannot grow.
+@pytest.mark.parametrize("prompt", [
+    [1, 2, 3], (1, 2, 3), range(1, 4), np.array([1, 2, 3]), [np.int64(1), np.uint8(2), 3], mx.array([1, 2, 3])])
+def test_ids_of_any_whole_type(llm: LLM, prompt: Any) -> None:
+    assert llm.generate(prompt, max_tokens=4).tokens == llm.generate([1, 2, 3], max_tokens=4).tokens
+    assert llm.logits(prompt).shape == (3, 272)
 
 
-@pytest.mark.parametrize("kv", [KVConfig(), KVConfig("int8")], ids=str)
-@pytest.mark.parametrize("speculation", [PLAIN, DRAFTED], ids=["plain", "drafted"])
-def test_a_pool_that_cannot_grow_ends_one_request_only(
-    make: Make, monkeypatch: pytest.MonkeyPatch, kv: KVConfig, speculation: Speculation
-) -> None:
-    expected = make(kv).generate(PROMPT[:20], max_tokens=100, speculation=PLAIN).tokens
-    llm = make(kv, draft=2)
-    living = llm.stream(PROMPT[:20], max_tokens=100, speculation=speculation)
-    tokens = list(next(living).tokens)
-    pages = in_use(llm)
-    monkeypatch.setattr(pool, "available_memory", lambda: 1000)
-    with pytest.raises(DoesNotFit, match=r"no memory for \d+ more tokens .* GB\) beside 256.*--kv int8, or a --window"):
-        llm.generate(PROMPT * 2, max_tokens=4, speculation=speculation)
-    assert in_use(llm) == pages  # what the failed one had is free again
-    for chunk in living:
-        tokens += chunk.tokens
-    assert tokens == expected
-    assert llm.generate(PROMPT[:20], max_tokens=100, speculation=speculation).tokens == expected  # fits what is there
-    monkeypatch.undo()
-    assert len(llm.generate(PROMPT * 2, max_tokens=4, speculation=speculation).tokens) == 4
-    assert in_use(llm) == 0
+@pytest.mark.parametrize("tokens", [None, 5, "abc", [], [1.5], [272], [-1]])
+def test_logits_of_what_are_no_ids(llm: LLM, tokens: Any) -> None:
+    with pytest.raises(BadConfig):
+        llm.logits(tokens)
 
 
-def test_an_allocation_that_fails_is_an_error_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make()
-    before = llm.generate(PROMPT[:20], max_tokens=8).tokens
-
-    def fail(*_: Any, **__: Any) -> mx.array:
-        raise RuntimeError("[malloc] Unable to allocate 123 bytes.")
-
-    monkeypatch.setattr(pool.PagePool, "_blank", fail)
-    with pytest.raises(DoesNotFit, match=r"no memory for \d+ more tokens"):
-        llm.generate(PROMPT * 2, max_tokens=4)
-    assert llm.generate(PROMPT[:20], max_tokens=8).tokens == before
-    monkeypatch.undo()
-    assert len(llm.generate(PROMPT * 2, max_tokens=4).tokens) == 4
-    assert in_use(llm) == 0
-
-
-def test_failing_in_the_middle_of_an_answer_keeps_what_was_said(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = make().generate(PROMPT[:20], max_tokens=300, speculation=PLAIN).tokens
-    llm = make()
-    monkeypatch.setattr(pool, "available_memory", lambda: 2**40)
-    tokens: list[int] = []
-    stream = llm.stream(PROMPT[:20], max_tokens=300, speculation=PLAIN)
-    tokens += next(stream).tokens
-    monkeypatch.setattr(pool, "available_memory", lambda: 0)
-    with pytest.raises(DoesNotFit):
-        tokens.extend(token for chunk in stream for token in chunk.tokens)
-    assert 4 * PAGE - 20 - 2 <= len(tokens) <= 4 * PAGE - 20 + 1
-    assert tokens == expected[: len(tokens)]
-    assert in_use(llm) == 0
+@pytest.mark.parametrize("options", [
+    {"max_tokens": "3"}, {"max_tokens": 2.5}, {"max_tokens": True}, {"max_tokens": -1},
+    {"sampling": {}}, {"sampling": {"temperature": 1}}, {"speculation": 3}, {"speculation": 0},
+    {"stop": None}, {"stop": [3]}, {"stop": 5}, {"stop": [""]}, {"prefill_progress": 1},
+    {"stop_tokens": ["a"]}, {"stop_tokens": 5}, {"stop_tokens": "5"}, {"stop_tokens": None}, {"stop_tokens": [1.0]},
+    {"stop_tokens": [-1]}, {"stop_tokens": [263]}, {"sampling": Sampling(logit_bias={263: 1})},
+    {"sampling": Sampling(logit_bias={10**12: 1})},
+])  # fmt: skip
+def test_what_is_no_setting(llm: LLM, options: dict[str, Any]) -> None:
+    assert llm.vocabulary_size == 263
+    [name] = options
+    with pytest.raises(BadConfig, match="sampling|logit_bias" if name == "sampling" else name) as caught:
+        llm.stream("hello", **options)
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kv", [KVConfig(), KVConfig("int8", window=65)], ids=str)
-@pytest.mark.parametrize("chunks", [0, 1, 10])
-def test_a_stream_closed_early_leaks_no_pages(make: Make, kv: KVConfig, chunks: int) -> None:
-    llm = make(kv, draft=2)
-    stream = llm.stream(PROMPT, max_tokens=100, speculation=DRAFTED)
-    for _ in range(chunks):
-        next(stream)
-    stream.close()
-    assert in_use(llm) == 0
+@pytest.mark.parametrize("kv", [{}, 0, {"window": 100}])
+def test_what_is_no_kv_config(directory: Path, kv: Any) -> None:
+    with pytest.raises(BadConfig, match="KVConfig"):
+        mlx_spec.load(directory, kv=kv)
+
+
+@pytest.mark.parametrize(("draft", "kind"), [("", ModelNotFound), (True, BadConfig), (0, BadConfig)])
+def test_what_is_no_draft(directory: Path, draft: Any, kind: type[MLXSpecError]) -> None:
+    with pytest.raises(kind):
+        mlx_spec.load(directory, draft)
+    assert mlx_spec.load(directory, False).draft_name is None
+    assert mlx_spec.load(directory).draft_name is None
+
+
+def test_a_template_and_a_text_without_tokens(tmp_path: Path) -> None:
+    template = "{% if messages[0].content == 'nothing' %}{% else %}{{ messages[0].content }}{% endif %}"
+    write_model(tmp_path)
+    write_tokenizer(tmp_path, chat_template=template)
+    llm = mlx_spec.load(tmp_path)
+    assert llm.generate("hello", max_tokens=1).tokens
+    with pytest.raises(BadConfig, match="the prompt has no tokens"):
+        llm.stream("nothing")
+    write_tokenizer(tmp_path, chat_template="{{ messages[0].content | trim }}")
+    with pytest.raises(BadConfig, match="the prompt has no tokens"):
+        mlx_spec.load(tmp_path).stream([{"role": "user", "content": " "}])
+
+
+# Where an answer ends
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_stop_string_of_a_byte_token_ends_the_answer_there(k: int) -> None:
+    tokenizer = sentencepiece(fused=True)
+    newline = tokenizer.vocabulary()["<0x0A>"]
+    sampling = Sampling(logit_bias={newline: 1e6})
+    llm = _with(tokenizer)
+    answer = llm.generate("a", stop=["\n"], max_tokens=9, sampling=sampling, speculation=Speculation(k))
+    assert (answer.text, answer.tokens, answer.finish_reason) == ("", [newline], "stop")
+    assert llm.generate("a", max_tokens=3, sampling=sampling).text == "\n\n\n"
+
+
+def test_a_stop_string_counts_from_the_token_that_completes_it() -> None:
+    tokenizer = sentencepiece(fused=False)
+    a, newline = (tokenizer.vocabulary()[string] for string in ("a", "<0x0A>"))
+    for tokens, kept in (([newline, a], 1), ([a, newline, newline], 2), ([a, a], None)):
+        answer = Answer(tokenizer, ["\n"], frozenset())
+        assert answer.keep(tokens) == kept
+        assert answer.take() + answer.finish() == "a" * (kept - 1 if kept else 2)
+        assert answer.stopped == (kept is not None)
+
+
+def test_a_stop_string_that_only_the_end_makes_certain(directory: Path) -> None:
+    llm = mlx_spec.load(directory)
+    broken = llm.tokenizer.vocabulary()["\u0122"]  # byte 0x80: it could still belong to a character
+    assert llm.tokenizer.decode([broken]) == "\ufffd"
+    answer = llm.generate("a", stop=["\ufffd"], max_tokens=1, sampling=Sampling(logit_bias={broken: 1e6}))
+    assert (answer.text, answer.finish_reason) == ("", "stop")
+
+
+# Figures
+
+
+@pytest.mark.parametrize(("draft_context_length", "readers"), [(None, 2), (10, 1)])
+def test_progress_reaches_its_total(directory: Path, draft_context_length: int | None, readers: int) -> None:
+    draft = directory.parent / f"short-{draft_context_length}"
+    write_model(draft, **({"max_position_embeddings": draft_context_length} if draft_context_length else {}))
+    seen: list[tuple[int, int]] = []
+    llm = mlx_spec.load(directory, draft)
+    llm.generate("hello" * 20, max_tokens=2, prefill_progress=lambda *figures: seen.append(figures))
+    total = readers * (len(llm.tokenizer.encode("hello" * 20)) - 1)
+    assert (seen[0], seen[-1]) == ((0, total), (total, total))
+
+
+def test_there_is_no_speed_without_tokens() -> None:
+    figures = {"prompt_tokens": 1, "target_passes": 0, "drafted": 0, "accepted": 0, "prefill_seconds": 1.0,
+               "decode_seconds": 0.5, "kv_bytes": 0, "peak_memory_bytes": 0, "seed": 0}  # fmt: skip
+    assert Statistics(completion_tokens=0, **figures).tokens_per_second is None
+    assert Statistics(completion_tokens=3, **figures).tokens_per_second == 6
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_weights_that_are_no_numbers_give_no_answer(tmp_path: Path, temperature: float) -> None:
+    write_model(tmp_path)
+    weights = mx.load(str(tmp_path / "model.safetensors"))
+    weights["model.layers.1.mlp.up_proj.weight"] *= mx.nan
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    llm = mlx_spec.load(tmp_path, kv=KVConfig())
+    with pytest.raises(MLXSpecError, match="logits are not numbers"):
+        llm.generate("hello", sampling=Sampling(temperature=temperature))
