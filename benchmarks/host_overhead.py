@@ -24,8 +24,8 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import llama as reference
 
 from mlx_spec.architectures import model_classes
+from mlx_spec.architectures.paged import PagedModel
 from mlx_spec.config import Sampling
-from mlx_spec.context import PagedModel
 from mlx_spec.engine import Decoding
 from mlx_spec.speculation import DraftModel
 

@@ -16,6 +16,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import mlx.core as mx
@@ -23,9 +24,9 @@ import numpy as np
 from common import save
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.utils import load as load_reference
-from pydoc_data.topics import topics
 
-from mlx_spec.context import Context, PagedModel
+from mlx_spec.architectures.paged import PagedModel
+from mlx_spec.context import Context
 from mlx_spec.loader import load
 
 CHUNK = 32

@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 from common import RESULTS, save
 
-from mlx_spec.context import PagedContext, PagedModel
+from mlx_spec.architectures.paged import PagedContext, PagedModel
 from mlx_spec.loader import load
 
 BLOCK = 128

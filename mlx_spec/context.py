@@ -10,10 +10,6 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_spec.architectures.decoder import Decoder
-from mlx_spec.attention import AttentionPass
-from mlx_spec.kv import PagePool, PageTable
-
 Tokens = Sequence[int] | mx.array
 
 
@@ -83,86 +79,6 @@ class LanguageModel(Protocol):
 
     def new_context(self, sinks: int = 0, window: int | None = None) -> Context:
         """An empty sequence. With a window, each row sees that many positions and the first `sinks`."""
-
-
-class PagedModel:
-    """A native definition and its page pool."""
-
-    rewind_obstacle: str | None = None
-
-    paging_obstacle: str | None = None
-
-    def __init__(self, module: Decoder, *, int8: bool = False) -> None:
-        """int8: keys and values are stored in 8 bits, else in the type of the weights."""
-        self.module = module
-        arguments = module.arguments
-        self.pool = PagePool(
-            layers=arguments.layers,
-            kv_heads=arguments.kv_heads,
-            head_dim=arguments.head_dim,
-            dtype=module.model.norm.weight.dtype,
-            int8=int8,
-        )
-
-    def bytes_to_allocate(self, tokens: int) -> int:
-        return self.pool.bytes_to_allocate(tokens)
-
-    def new_context(self, sinks: int = 0, window: int | None = None) -> PagedContext:
-        return PagedContext(self.module, PageTable(self.pool, sinks, window))
-
-
-class PagedContext:
-    """A sequence whose keys and values are pages of its model's pool."""
-
-    can_rewind = True
-
-    def __init__(self, module: Decoder, table: PageTable) -> None:
-        self._module, self.table = module, table
-
-    @property
-    def length(self) -> int:
-        return self.table.length
-
-    @property
-    def chains_cheaply(self) -> bool:
-        return self.table.pool.chains_cheaply
-
-    @property
-    def vocabulary_size(self) -> int:
-        return self._module.arguments.vocabulary_size
-
-    @property
-    def nbytes(self) -> int:
-        return self.table.pool.nbytes
-
-    def extend(self, tokens: Tokens, rows: int | None = None) -> mx.array:
-        tokens = token_array(tokens)
-        module, before = self._module, self.table.length
-        self.table.append(tokens.size)
-        try:
-            attention = AttentionPass(self.table.pool, [self.table], tokens.size, module.rotary, module.arguments.heads)
-            hidden = module.hidden(tokens[None], attention)[0]  # (n, hidden_size)
-            if rows is not None and rows < tokens.size:
-                hidden = hidden[tokens.size - rows :]
-            return module.logits(hidden)
-        except BaseException:
-            self.table.rewind(before)
-            raise
-
-    def evaluate(self) -> None:
-        self.table.pool.evaluate()
-
-    def rewind(self, length: int) -> None:
-        self.table.rewind(length)
-
-    def settle(self, length: int) -> None:
-        self.table.settle(length)
-
-    def fork(self) -> PagedContext:
-        return PagedContext(self._module, self.table.fork())
-
-    def close(self) -> None:
-        self.table.rewind(0)
 
 
 def prefill(context: Context, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:

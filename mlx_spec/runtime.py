@@ -15,9 +15,11 @@ import mlx.core as mx
 
 from mlx_spec.architectures import NATIVE, Decoder
 from mlx_spec.architectures.external import ExternalModel
+from mlx_spec.architectures.paged import PagedModel
+from mlx_spec.completion import Chunk, Completion, FinishReason
 from mlx_spec.config import SMALLEST_WINDOW, KVConfig, Sampling, Speculation
-from mlx_spec.context import LanguageModel, PagedModel
-from mlx_spec.engine import Decoding, Round, TokenLogprobs
+from mlx_spec.context import LanguageModel
+from mlx_spec.engine import Decoding, Round
 from mlx_spec.errors import BadConfig
 from mlx_spec.loader import LoadedModel, check_pair, resolve, wired_limit
 from mlx_spec.loader import load as load_model
@@ -26,40 +28,12 @@ from mlx_spec.metrics import Statistics
 from mlx_spec.request import Prompt, check_options, checked_prompt, checked_prompt_ids, checked_stop_tokens
 from mlx_spec.speculation import DraftModel
 from mlx_spec.text_stream import Answer
+from mlx_spec.threads import OneThread
 from mlx_spec.tokenizer import Tokenizer
 
 _log = logging.getLogger("mlx_spec")
 
-FinishReason = Literal["stop", "length"]
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one target pass added."""
-
-    text: str
-    """New text that is certain: never part of a character, never the beginning of a stop string. May be empty."""
-    tokens: list[int]
-    """The tokens of this pass. Text may lag behind them."""
-    logprobs: list[TokenLogprobs] | None
-    """One per token, if `Sampling.top_logprobs` asks for them."""
-    finish_reason: FinishReason | None
-    """In the last chunk: "stop" for an end token or a stop string, "length" for max_tokens or the context's end."""
-    statistics: Statistics | None
-    """In the last chunk."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A whole answer."""
-
-    text: str
-    tokens: list[int]
-    """Every token emitted: an end token, and the token that completed a stop string, included."""
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: FinishReason
-    statistics: Statistics
 
 
 def load(
@@ -90,7 +64,8 @@ def load(
 class LLM:
     """A model in memory, ready to generate.
 
-    Several generations may run beside one another, each iterated from the thread that made the LLM.
+    Several generations may run beside one another in one thread, whichever it is; a second thread is refused until
+    the first one's generations have ended, since what MLX has in flight belongs to the thread that started it.
     """
 
     def __init__(self, target: LoadedModel, draft: LoadedModel | None = None, kv: KVConfig | None = None) -> None:
@@ -102,6 +77,7 @@ class LLM:
         self.sampling, self.speculation = Sampling(), Speculation()
         self.template_arguments: dict[str, Any] = {}
         self.kv = kv = KVConfig() if kv is None else kv
+        self._one_thread = OneThread(target.name)
         self._target = _language_model(target, kv.storage, kv.window)
         self._draft = _language_model(draft, kv.draft_storage, kv.window) if draft else None
         self._draft_context_length = draft.context_length if draft else None
@@ -159,24 +135,13 @@ class LLM:
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
         """The whole answer at once. Takes the options of `stream`."""
-        chunks = list(self.stream(prompt, **options))
-        last = chunks[-1]
-        assert last.finish_reason is not None
-        assert last.statistics is not None
-        logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
-        return Completion(
-            "".join(chunk.text for chunk in chunks),
-            [token for chunk in chunks for token in chunk.tokens],
-            logprobs if last.logprobs is not None else None,
-            last.finish_reason,
-            last.statistics,
-        )
+        return Completion.of(self.stream(prompt, **options))
 
     def logits(self, tokens: Sequence[int]) -> mx.array:
         """The target's logits after each of `tokens`, (n, vocabulary columns), for evaluation."""
         checked = checked_prompt_ids(checked_prompt(tokens), self._columns)
         chunk, rows = 64, []
-        with wired_limit(), closing(self._target.new_context()) as context:
+        with self._one_thread(), wired_limit(), closing(self._target.new_context()) as context:
             for start in range(0, len(checked), chunk):
                 rows.append(context.extend(checked[start : start + chunk]))
                 mx.eval(rows[-1])
@@ -213,7 +178,7 @@ class LLM:
     ) -> Generator[Chunk, None, None]:
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         prompt_tokens = len(tokens)
-        with wired_limit():
+        with self._one_thread() as check_thread, wired_limit():
             mx.reset_peak_memory()
             target = self._target.new_context(sinks, self.kv.window)
             draft = self._new_draft(sampling, speculation, sinks)
@@ -239,6 +204,7 @@ class LLM:
                         if finished.ended or total.tokens == limit:
                             break
                         yield Chunk(answer.take(), finished.tokens, finished.logprobs, None, None)
+                        check_thread()
                     else:
                         finished = Round([], 0, 0, None if sampling.top_logprobs is None else [], False)
                 finally:

@@ -14,7 +14,8 @@ from mlx_lm.utils import _get_classes
 from tiny import CONFIG, randomise, tiny_model
 
 from mlx_spec.architectures import NATIVE, Decoder, decoder, llama, model_classes, qwen2, qwen3
-from mlx_spec.context import PagedContext, PagedModel, prefill
+from mlx_spec.architectures.paged import PagedContext, PagedModel
+from mlx_spec.context import prefill
 from mlx_spec.errors import BadConfig
 from mlx_spec.kv import PAGE
 

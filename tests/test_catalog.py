@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_spec import catalog, hub, resources
-from mlx_spec.config import Sampling, Speculation
+from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.errors import BadConfig, ModelNotFound
 
 GOOD = """
@@ -47,6 +47,35 @@ def test_a_definition_is_read_whole(tmp_path: Path) -> None:
     assert entry.speculation == Speculation(draft_tokens=4)
     assert dict(entry.defaults) == {"temperature": 0.5, "top_k": 20, "draft_tokens": 4}
     assert dict(entry.template) == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("", KVConfig()),
+    ('[kv]\nstorage = "int8"', KVConfig("int8")),
+    ('[kv]\nstorage = "int8"\ndraft_storage = "int8"\nwindow = 4096\nsinks = "system"',
+     KVConfig("int8", "int8", 4096, "system")),
+    ("[kv]\nwindow = 100\nsinks = 8", KVConfig(window=100, sinks=8)),
+])
+def test_a_definition_says_how_keys_and_values_are_kept(tmp_path: Path, text: str, expected: KVConfig) -> None:
+    assert read(tmp_path, GOOD + text).kv == expected
+
+
+@pytest.mark.parametrize(("text", "named"), [
+    ('[kv]\nstorage = "int4"', "storage is 'int4'"),
+    ("[kv]\nstorage = 8", "storage is 8"),
+    ('[kv]\ndraft_storage = "half"', "draft_storage is 'half'"),
+    ("[kv]\nwindow = 64", "window is 64"),
+    ('[kv]\nwindow = "all"', "window is 'all'"),
+    ("[kv]\nwindow = true", "window is True"),
+    ("[kv]\nwindow = 100\nsinks = 101", "window is 100; give at least 101"),
+    ('[kv]\nsinks = "some"', "sinks is 'some'"),
+    ("[kv]\nbits = 8", "unknown key kv.bits; known are storage, draft_storage, window, sinks"),
+])
+def test_a_broken_way_to_keep_them_is_named(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(BadConfig, match=re.escape(named)) as caught:
+        read(tmp_path, GOOD + text)
+    assert "pair.toml" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_sizes_are_computed_from_parameters_and_bits(tmp_path: Path) -> None:

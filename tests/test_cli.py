@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ import pytest
 import mlx_spec
 from mlx_spec import console
 from mlx_spec.cli import main
+from mlx_spec.completion import Chunk
 from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.engine import TokenLogprobs
 from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
 from mlx_spec.metrics import Statistics
-from mlx_spec.runtime import Chunk
 
 FIGURES = Statistics(prompt_tokens=7, completion_tokens=3, target_passes=2, drafted=4, accepted=1,
                      prefill_seconds=0.5, decode_seconds=2.0, kv_bytes=1024, peak_memory_bytes=2_000_000_000,
@@ -215,6 +216,37 @@ def test_options_left_out_take_the_models_own(generate: Any, llms: list[FakeLLM]
     assert llms[0].draft_name == "small"
 
 
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ([], KVConfig()),
+    (["--kv", "int8"], KVConfig("int8")),
+    (["--draft-kv", "int8"], KVConfig(draft_storage="int8")),
+    (["--window", "4096"], KVConfig(window=4096, sinks=4)),
+    (["--window", "65", "--sinks", "0"], KVConfig(window=65, sinks=0)),
+    (["--kv", "int8", "--window", "65", "--sinks", "65"], KVConfig("int8", window=65, sinks=65)),
+])
+def test_options_for_keys_and_values(
+    generate: Any, llms: list[FakeLLM], arguments: list[str], expected: KVConfig
+) -> None:
+    assert generate(*arguments, "hello")[0] == 0
+    assert llms[0].kv == expected
+
+
+def test_options_change_the_models_own_way(
+    run: Any, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_spec import catalog
+
+    entry = replace(catalog.entries()["demo"], kv=KVConfig("int8", window=200, sinks=100))
+    monkeypatch.setattr(catalog, "find", lambda name: entry if name == "demo" else None)
+    for arguments, expected in (
+        ([], entry.kv), (["--kv", "model"], KVConfig(window=200, sinks=100)),
+        (["--sinks", "8"], KVConfig("int8", window=200, sinks=8)),
+    ):
+        assert run("generate", "-m", "demo", *arguments, "x")[0] == 0
+        assert llms[-1].kv == expected
+    _one_error(run("generate", "-m", "demo", "--window", "99", "x"), 2, "--window is 99", "at least 100")
+
+
 def test_unlimited_and_no_draft(generate: Any, llms: list[FakeLLM]) -> None:
     generate("-n", "unlimited", "-d", "none", "hello")
     assert llms[0].calls[0]["max_tokens"] is None
@@ -266,6 +298,15 @@ def test_prompt_from_stdin_and_file(generate: Any, llms: list[FakeLLM], monkeypa
     (["--flags are what?"], ["put -- before a prompt"]),
     (["--kv", "int4", "x"], ["--kv is 'int4'", "model or int8"]),
     (["--draft-kv", "int4", "x"], ["--draft-kv is 'int4'"]),
+    (["--kv", "", "x"], ["--kv is ''"]),
+    (["--window", "64", "x"], ["--window is 64", "at least 65", "round of drafts"]),
+    (["--window", "-1", "x"], ["--window is -1"]),
+    (["--window", "wide", "x"], ["'wide'", "whole number"]),
+    (["--window", "100", "--sinks", "200", "x"], ["--window is 100", "at least 200"]),
+    (["--window", "100", "--sinks", "-1", "x"], ["--sinks is -1", "system"]),
+    (["--window", "100", "--sinks", "few", "x"], ["'few'"]),
+    (["--sinks", "4", "x"], ["--sinks", "--window 4096"]),
+    (["--sinks", "system", "x"], ["--sinks", "--window 4096"]),
     (["--window", "8", "x"], ["--window is 8"]),
     (["--window", "100", "--sinks", "-1", "x"], ["--sinks is -1"]),
     (["--sinks", "4", "x"], ["--sinks", "--window"]),

@@ -104,3 +104,29 @@ def test_draft_tokens_out_of_range(value: int) -> None:
 @pytest.mark.parametrize("value", [0, 1, 64])
 def test_draft_tokens_in_range(value: int) -> None:
     assert Speculation(value).draft_tokens == value
+
+
+@pytest.mark.parametrize(("settings", "least"), [
+    ({"window": 0}, 65), ({"window": -1}, 65), ({"window": 64}, 65), ({"window": 64, "sinks": "system"}, 65),
+    ({"window": 99, "sinks": 100}, 100), ({"window": 65, "sinks": 66}, 66),
+])  # fmt: skip
+def test_a_window_holds_a_round_of_drafts_and_no_fewer_than_the_sinks(settings: dict[str, Any], least: int) -> None:
+    with pytest.raises(BadConfig, match=rf"^window is {settings['window']}; give at least {least}: .*\.$"):
+        KVConfig(**settings)
+
+
+@pytest.mark.parametrize("sinks", [-1, 65537, "all", "System"])
+def test_sinks_out_of_range(sinks: Any) -> None:
+    with pytest.raises(BadConfig, match=rf"^sinks is {sinks!r}.* give 0 to 65536, or system\.$"):
+        KVConfig(window=100_000, sinks=sinks)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"storage": "int8", "draft_storage": "int8"}, {"window": 65}, {"window": 65, "sinks": 65},
+    {"window": 65, "sinks": 0}, {"window": 65, "sinks": "system"}, {"window": 10**9, "sinks": 65536},
+])  # fmt: skip
+def test_ways_to_keep_keys_and_values(settings: dict[str, Any]) -> None:
+    kv = KVConfig(**settings)
+    assert all(getattr(kv, name) == value for name, value in settings.items())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kv.window = 100  # type: ignore[misc]

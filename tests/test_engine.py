@@ -16,8 +16,9 @@ from reference import TableModel, count, exact_distribution
 from tiny import tiny_model
 
 from mlx_spec import engine
+from mlx_spec.architectures.paged import PagedContext, PagedModel
 from mlx_spec.config import Sampling
-from mlx_spec.context import Context, PagedContext, PagedModel, prefill
+from mlx_spec.context import Context, prefill
 from mlx_spec.engine import Decoding, Round
 from mlx_spec.errors import MLXSpecError
 from mlx_spec.speculation import DraftModel
@@ -608,6 +609,7 @@ def test_generations_beside_one_another_do_not_touch(k: int) -> None:
     prompts = [[(7 * i + j) % SIZE for i in range(60)] for j in range(2)]
     alone = [Run(sampling=sampling, prompt=prompt, seed=5).go(k, 90) for prompt in prompts]
     runs = [Run(sampling=sampling, prompt=prompt, seed=5) for prompt in prompts]
+    runs[0].target.table.pool.allocate(1, after=runs[0].target.table.pages[-1])  # somebody else's, in the way
     generators = [run.decoding.rounds(draft_tokens=k, limit=90) for run in runs]
     open_ones = list(generators)
     while open_ones:

@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 from tiny import tiny_module
 
+from mlx_spec.architectures.paged import PagedModel
 from mlx_spec.attention import AttentionPass
-from mlx_spec.context import PagedModel
 from mlx_spec.kernels import reference
 from mlx_spec.kv import PAGE, PagePool, PageTable
 from mlx_spec.rotary import Rotary

@@ -15,8 +15,8 @@ from mlx_lm.utils import load_tokenizer
 from test_external import module_of
 from tiny import tiny_module
 
+from mlx_spec.architectures.paged import PagedModel
 from mlx_spec.config import KVConfig, Sampling, Speculation
-from mlx_spec.context import PagedModel
 from mlx_spec.errors import BadConfig, DoesNotFit
 from mlx_spec.kv import PAGE, pool
 from mlx_spec.loader import LoadedModel

@@ -14,9 +14,10 @@ import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 from tiny import tiny_module
 
+from mlx_spec.architectures.paged import PagedContext, PagedModel
 from mlx_spec.attention import AttentionPass
 from mlx_spec.config import Sampling
-from mlx_spec.context import PagedContext, PagedModel, prefill
+from mlx_spec.context import prefill
 from mlx_spec.engine import Decoding
 from mlx_spec.kv import PAGE, PagePool, PageTable
 from mlx_spec.rotary import Rotary

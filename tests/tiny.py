@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_spec.architectures import model_classes
-from mlx_spec.context import PagedModel
+from mlx_spec.architectures.paged import PagedModel
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -21,8 +21,9 @@ from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.errors import BadConfig
 
 if TYPE_CHECKING:
+    from mlx_spec.completion import Chunk
     from mlx_spec.metrics import Statistics
-    from mlx_spec.runtime import LLM, Chunk
+    from mlx_spec.runtime import LLM
 
 _log = logging.getLogger("mlx_spec")
 
