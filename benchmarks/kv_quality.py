@@ -1,7 +1,8 @@
 """What an INT8 cache costs in quality, beside mlx-lm's 8-bit cache, on real text.
 
-    python benchmarks/kv_quality.py -m MODEL [MODEL ...] [--tokens 400] [-t TARGET -d DRAFT] [--output FILE]
+    python benchmarks/kv_quality.py -m MODEL [MODEL ...] [--types float32 bfloat16] [--tokens 400] [-t TARGET -d DRAFT]
 
+Computed in bfloat16, the rounding of everything else is part of what is measured; in float32 only the cache's shows.
 MODEL is a directory in the hub's layout. Every token of a text is read with each cache, in chunks; at each position
 the distribution over the next token is compared with that of the unquantized cache: KL divergence (nats), the
 difference of the negative log-likelihood of the real next token, and whether the likeliest token is the same. The
@@ -75,10 +76,12 @@ def compare(reference: mx.array, other: mx.array, tokens: list[int]) -> dict[str
     }
 
 
-def quality(directory: Path, count: int) -> list[dict[str, Any]]:
+def quality(directory: Path, dtype: str, count: int) -> list[dict[str, Any]]:
     loaded = load(directory)
+    loaded.module.set_dtype(getattr(mx, dtype))
     plain, int8 = PagedModel(loaded.module), lambda: PagedModel(loaded.module, int8=True)
     theirs, _ = load_reference(str(directory))
+    theirs.set_dtype(getattr(mx, dtype))
     rows = []
     for kind, text in TEXTS.items():
         tokens = loaded.tokenizer.encode(text)[:count]
@@ -89,9 +92,9 @@ def quality(directory: Path, count: int) -> list[dict[str, Any]]:
         }
         for way, run in ways.items():
             figures = compare(reference, run(), tokens)
-            rows.append({"model": directory.name, "text": kind, "tokens": len(tokens), "cache": way, **figures})
+            rows.append({"model": directory.name, "type": dtype, "text": kind, "tokens": len(tokens), "cache": way, **figures})
             print(
-                f"{directory.name:20} {kind:6} {way:14} KL {figures['kl']:.5f} ± {figures['kl_error']:.5f}   "
+                f"{directory.name:20} {dtype:8} {kind:6} {way:14} KL {figures['kl']:.5f} ± {figures['kl_error']:.5f}   "
                 f"NLL {figures['nll_difference']:+.4f}   top-1 {figures['top1_agreement']:.3f}",
                 flush=True,
             )
@@ -123,15 +126,20 @@ def main() -> None:
     parser.add_argument("-m", "--models", type=Path, nargs="+", default=[])
     parser.add_argument("-t", "--target", type=Path)
     parser.add_argument("-d", "--draft", type=Path)
+    parser.add_argument("--types", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if (options.target is None) != (options.draft is None):
         parser.error("give --target and --draft together")
-    results: dict[str, Any] = {"quality": [row for model in options.models for row in quality(model, options.tokens)]}
+    results: dict[str, Any] = {"quality": []}
+    for dtype in options.types:
+        for model in options.models:
+            results["quality"] += quality(model, dtype, options.tokens)
+            save("kv_quality", results, options.output)  # an interrupted run keeps what was measured
     if options.target:
         results["acceptance"] = acceptance(options.target, options.draft, options.tokens)
-    save("kv_quality", results, options.output)
+        save("kv_quality", results, options.output)
 
 
 if __name__ == "__main__":
