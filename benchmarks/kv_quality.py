@@ -92,7 +92,8 @@ def quality(directory: Path, dtype: str, count: int) -> list[dict[str, Any]]:
         }
         for way, run in ways.items():
             figures = compare(reference, run(), tokens)
-            rows.append({"model": directory.name, "type": dtype, "text": kind, "tokens": len(tokens), "cache": way, **figures})
+            about = {"model": directory.name, "type": dtype, "text": kind, "tokens": len(tokens), "cache": way}
+            rows.append(about | figures)
             print(
                 f"{directory.name:20} {dtype:8} {kind:6} {way:14} KL {figures['kl']:.5f} ± {figures['kl_error']:.5f}   "
                 f"NLL {figures['nll_difference']:+.4f}   top-1 {figures['top1_agreement']:.3f}",
