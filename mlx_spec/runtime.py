@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import time
@@ -30,6 +31,7 @@ from mlx_spec.speculation import DraftModel
 from mlx_spec.text_stream import Answer
 from mlx_spec.threads import OneThread
 from mlx_spec.tokenizer import Tokenizer
+from mlx_spec.visibility import sinks_of
 
 _log = logging.getLogger("mlx_spec")
 
@@ -119,8 +121,11 @@ class LLM:
         tokens = self._prompt_tokens(prompt, raw)
         limit, planned, sinks = max_tokens, len(tokens) + (max_tokens or 0), 0
         if self.kv.window is not None:
-            sinks = self._sinks(prompt, raw, tokens)
-            planned = min(planned, sinks + self.kv.window)
+            encode = functools.partial(self._prompt_tokens, raw=raw)
+            templated = self.tokenizer.has_chat_template and not raw
+            sinks = sinks_of(self.kv, self.name, self.context_length, prompt if templated else None, tokens, encode)
+            held = sinks + self.kv.window
+            planned = held if max_tokens is None else min(planned, held)
         elif self.context_length is not None:
             room = self.context_length - len(tokens)
             if room <= 0:
@@ -236,32 +241,6 @@ class LLM:
         if window is not None and limit is not None:  # what the draft sees is its own affair
             window, limit = max(SMALLEST_WINDOW, min(window, limit - sinks)), None
         return DraftModel(self._draft.new_context(sinks, window), sampling, self.vocabulary_size, limit)
-
-    def _sinks(self, prompt: Prompt, raw: bool, tokens: list[int]) -> int:
-        """How many tokens at the beginning stay visible beside the window."""
-        window = self.kv.window
-        assert window is not None
-        sinks = self.kv.sinks if self.kv.sinks != "system" else self._system_tokens(prompt, raw, tokens)
-        if sinks > window:
-            raise BadConfig(
-                f"the window of {window} tokens is smaller than the {sinks} sinks; give a --window of {sinks} or more."
-            )
-        if self.context_length is not None and sinks + window > self.context_length:
-            raise BadConfig(
-                f"{sinks} sinks and a window of {window} are more than the {self.context_length} tokens {self.name} "
-                f"was made for; give a --window of {self.context_length - sinks} at most."
-            )
-        return sinks
-
-    def _system_tokens(self, prompt: Prompt, raw: bool, tokens: list[int]) -> int:
-        """How many tokens the conversation's beginning has that do not depend on what the user says."""
-        if raw or not self.tokenizer.has_chat_template or not isinstance(prompt[0], str | Mapping):
-            raise BadConfig("sinks 'system' needs messages and a chat template; give a number of sinks.")
-        first = prompt[0] if not isinstance(prompt, str) else {}
-        system = [dict(first)] if isinstance(first, Mapping) and first.get("role") == "system" else []
-        others = [self._prompt_tokens([*system, {"role": "user", "content": text}], raw) for text in ("A", "b")]
-        shared = zip(tokens, *others, strict=False)
-        return next((i for i, same in enumerate(shared) if len(set(same)) > 1), min(map(len, others)))
 
 
 @dataclass

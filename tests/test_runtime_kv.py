@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from mlx_spec.kv import PAGE, pool
 from mlx_spec.loader import LoadedModel
 from mlx_spec.runtime import LLM
 from mlx_spec.tokenizer import Tokenizer
+from mlx_spec.visibility import sinks_of
 
 CONTEXT = 512
 TEMPLATE = (
@@ -164,7 +166,8 @@ def test_sinks_and_window_stay_within_the_context(make: Make, sinks: int, window
 def seen_sinks(llm: LLM, prompt: Any) -> tuple[int, list[int]]:
     """How many sinks a generation has, and the prompt's tokens."""
     tokens = llm._prompt_tokens(prompt, raw=False)
-    return llm._sinks(prompt, False, tokens), tokens
+    encode = functools.partial(llm._prompt_tokens, raw=False)
+    return sinks_of(llm.kv, llm.name, llm.context_length, prompt, tokens, encode), tokens
 
 
 def test_the_system_prompt_is_kept_whole(make: Make, tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
@@ -183,6 +186,11 @@ def test_the_system_prompt_is_kept_whole(make: Make, tokenizers: tuple[Tokenizer
     sinks, tokens = seen_sinks(llm, "hello")
     assert tokenizer.decode(tokens[:sinks]) == "<user>"
     llm.generate([system, {"role": "user", "content": "hello " * 60}], max_tokens=3)
+
+
+def test_too_many_sinks_for_the_context_do_not_ask_for_a_smaller_window(make: Make) -> None:
+    with pytest.raises(BadConfig, match="400 sinks .* use fewer sinks"):
+        make(KVConfig(window=400, sinks=400)).stream([1, 2, 3])
 
 
 @pytest.mark.parametrize("options", [{"prompt": "hello", "raw": True}, {"prompt": [1, 2, 3]}])

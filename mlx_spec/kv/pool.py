@@ -166,7 +166,10 @@ class PagePool:
         Raises DoesNotFit where there is no memory for them; everything stored stays as it is.
         """
         slab = max(missing, min(max(self.pages // 2, _SMALLEST_SLAB), _LARGEST_SLAB))
-        wanted, available = slab * self.page_bytes, available_memory()
+        available = available_memory()
+        if available is not None and slab * self.page_bytes > available:
+            slab = missing
+        wanted = slab * self.page_bytes
         try:
             if available is not None and wanted > available:
                 raise MemoryError
