@@ -43,7 +43,8 @@ def save(name: str, results: dict[str, Any], where: Path | None) -> None:
     path = where or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     command = f"python benchmarks/{name}.py"
-    arguments = [argument for argument in sys.argv[1:] if not Path(argument).is_absolute()]
+    # Models are named by their directories; where those are on this machine is nobody's concern.
+    arguments = [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv[1:]]
     document = {"command": " ".join([command, *arguments]), "machine": machine(), **results}
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"written: {path.name}", file=sys.stderr)

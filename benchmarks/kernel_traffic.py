@@ -22,7 +22,7 @@ import numpy as np
 from common import save
 
 from mlx_spec.kernels import reference, registry
-from mlx_spec.kv.pool import PAGE
+from mlx_spec.kv import PAGE
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import shim

@@ -14,7 +14,7 @@ import numpy as np
 import shim
 
 from mlx_spec.kernels import reference, registry
-from mlx_spec.kv.pool import PAGE
+from mlx_spec.kv import PAGE
 
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}
 EVERYTHING = 2**31 - 1  # a window that hides nothing

@@ -16,7 +16,7 @@ from kernel_problems import Case, all_pairs, compile_ahead, on_shim, problem, sh
 from shim import source as shim_source
 
 from mlx_spec.kernels import reference, registry
-from mlx_spec.kv.pool import PAGE
+from mlx_spec.kv import PAGE
 from mlx_spec.resources import folder
 
 FACTORS: dict[str, tuple[Any, ...]] = {

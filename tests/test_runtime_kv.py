@@ -189,7 +189,7 @@ def test_the_system_prompt_is_kept_whole(make: Make, tokenizers: tuple[Tokenizer
 
 
 def test_too_many_sinks_for_the_context_do_not_ask_for_a_smaller_window(make: Make) -> None:
-    with pytest.raises(BadConfig, match="400 sinks .* use fewer sinks"):
+    with pytest.raises(BadConfig, match=r"400 sinks .* use fewer sinks"):
         make(KVConfig(window=400, sinks=400)).stream([1, 2, 3])
 
 
