@@ -28,7 +28,9 @@ from mlx_lm.utils import load as load_reference
 
 from mlx_spec.architectures.paged import PagedModel
 from mlx_spec.context import Context
+from mlx_spec.kv import PAGE
 from mlx_spec.loader import load
+from mlx_spec.runtime import CALIBRATION_TEXT
 
 CHUNK = 32
 TEXTS = {"prose": topics["objects"] + topics["naming"] + topics["exceptions"], "code": inspect.getsource(textwrap)}
@@ -79,7 +81,8 @@ def compare(reference: mx.array, other: mx.array, tokens: list[int]) -> dict[str
 def quality(directory: Path, dtype: str, count: int) -> list[dict[str, Any]]:
     loaded = load(directory)
     loaded.module.set_dtype(getattr(mx, dtype))
-    plain, int8 = PagedModel(loaded.module), lambda: PagedModel(loaded.module, int8=True)
+    plain, int8 = PagedModel(loaded.module), PagedModel(loaded.module, int8=True)
+    int8.calibrate(loaded.tokenizer.encode(CALIBRATION_TEXT)[:PAGE])
     theirs, _ = load_reference(str(directory))
     theirs.set_dtype(getattr(mx, dtype))
     rows = []
@@ -87,7 +90,7 @@ def quality(directory: Path, dtype: str, count: int) -> list[dict[str, Any]]:
         tokens = loaded.tokenizer.encode(text)[:count]
         reference = by_context(plain.new_context(), tokens)
         ways: dict[str, Callable[[], mx.array]] = {
-            "mlx-spec int8": lambda tokens=tokens: by_context(int8().new_context(), tokens),
+            "mlx-spec int8": lambda tokens=tokens: by_context(int8.new_context(), tokens),
             "mlx-lm 8-bit": lambda tokens=tokens: by_mlx_lm(theirs, tokens),
         }
         for way, run in ways.items():
@@ -110,7 +113,9 @@ def acceptance(target: Path, draft: Path, count: int) -> list[dict[str, Any]]:
     q = mx.exp(by_context(PagedModel(small.module).new_context(), tokens))[:, :size]
     rates = {}
     for way, int8 in (("unquantized", False), ("int8", True)):
-        p = mx.exp(by_context(PagedModel(loaded.module, int8=int8).new_context(), tokens))[:, :size]
+        model = PagedModel(loaded.module, int8=int8)
+        model.calibrate(loaded.tokenizer.encode(CALIBRATION_TEXT)[:PAGE])
+        p = mx.exp(by_context(model.new_context(), tokens))[:, :size]
         rates[way] = np.array(mx.minimum(p, q).sum(axis=-1))
     difference = rates["int8"] - rates["unquantized"]
     rows = []

@@ -80,9 +80,10 @@ class AttentionPass:
         paged = self._paged
         assert self._rows is not None
         key_scales, value_scales = self._pool.key_scales, self._pool.value_scales
+        window_queries = self._rows.rotate(exact)
         return kernels.paged_attention(
-            self._rows.rotate(exact),
-            paged.sink_rows.rotate(exact) if paged.sink_rows is not None else self._rows.rotate(exact),
+            window_queries,
+            window_queries if paged.sink_rows is None else paged.sink_rows.rotate(exact),
             self._pool.keys[layer],
             self._pool.values[layer],
             key_scales[layer] if key_scales else None,
@@ -129,8 +130,9 @@ class AttentionPass:
         """What each key channel is divided by before it is rounded, (kv_heads, head_dim) float32.
 
         The largest length of each pair of channels that are rotated together, which rotation leaves alone, over the
-        first keys the pool ever gets; fixed from then on. However few or unusual those are, later keys are only
-        rounded less evenly, never cut off, since each has a scale of its own.
+        first keys the pool ever gets; fixed from then on. No later key is cut off, since each has a scale of its own,
+        but divisors from a handful of tokens fit later keys badly, above all from the very first position, whose keys
+        are unlike others. So the runtime reads a fixed text first (`PagedModel.calibrate`).
         """
         divisors = self._pool.divisors[layer]
         if divisors is None:
@@ -152,7 +154,7 @@ class _Paged:
     """What attention over pages is told of the sequences; see `mlx_spec.kernels.reference`."""
 
     def __init__(self, tables: Sequence[PageTable], positions: np.ndarray, rotary: Rotary) -> None:
-        longest = max(len(table.pages) for table in tables)
+        longest = max(8, *(len(table.pages) for table in tables))  # fewer would be padded for the kernel in every layer
         self.pages = mx.array([table.pages + [0] * (longest - len(table.pages)) for table in tables], mx.int32)
         rows = [[t.length, t.sinks, t.window or _EVERYTHING, t.head_pages, t.dropped] for t in tables]
         self.state = mx.array([row + [0] * (STATE_COLUMNS - len(row)) for row in rows], mx.int32)

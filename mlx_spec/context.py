@@ -41,6 +41,10 @@ class Context(Protocol):
     def nbytes(self) -> int:
         """Bytes allocated for keys and values, those of other sequences in the same pool included."""
 
+    @property
+    def prefill_rows(self) -> int:
+        """Rows of a prompt to read in one pass."""
+
     def extend(self, tokens: Tokens, rows: int | None = None) -> mx.array:
         """Append n tokens, (n,) int32; logits (rows, vocabulary_size) of the last `rows` of them, all by default.
 
@@ -86,10 +90,8 @@ def prefill(context: Context, tokens: Sequence[int], progress: Callable[[int], N
 
     `progress` is told how many tokens each chunk had. No logits are computed.
     """
-    # On a CPU the cost per row hardly falls beyond a few dozen rows: small chunks keep Ctrl-C and progress quick.
-    chunk = 32 if mx.default_device() == mx.cpu else 512
     while (remaining := len(tokens) - 1 - context.length) > 0:
-        size = min(chunk, remaining)
+        size = min(context.prefill_rows, remaining)
         context.extend(tokens[context.length : context.length + size], rows=0)
         context.evaluate()
         context.settle(context.length)

@@ -73,8 +73,11 @@ class Remembered:
         with self._lock:
             # Read anew: another process may have added to the file.
             machines = self._read()
-            self._values = {**(self._values or {}), **_of_machine(machines, self._machine)}
-            values = self._values.setdefault(section, {})
+            merged = _of_machine(machines, self._machine)
+            for name, entries in (self._values or {}).items():  # what could not be written is known all the same
+                merged[name] = {**merged.get(name, {}), **entries}
+            self._values = merged
+            values = merged.setdefault(section, {})
             values[key] = value
             if value is None:
                 del values[key]

@@ -1,8 +1,8 @@
 """Rotary position embedding of queries and keys (Su et al. 2021). Knows angles; nothing of pages or weights.
 
 Two ways to the same angles. `Rotary.fused` is MLX's kernel, whose angles are float32: off by 0.006 at position 60,000
-and by 0.1 at a million. `Rotary.rows` computes cosines and sines in float64 on the host, exact at any position, once
-per pass for all layers.
+and by 0.1 at a million. `Rotary.rows` computes cosines and sines in float64 on the host, exact at any position for the
+frequencies the model has (those that mlx-lm scales are float32), once per pass for all layers.
 """
 
 from __future__ import annotations

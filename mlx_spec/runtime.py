@@ -22,6 +22,7 @@ from mlx_spec.config import SMALLEST_WINDOW, KVConfig, Sampling, Speculation
 from mlx_spec.context import LanguageModel
 from mlx_spec.engine import Decoding, Round
 from mlx_spec.errors import BadConfig
+from mlx_spec.kv import PAGE
 from mlx_spec.loader import LoadedModel, check_pair, resolve, wired_limit
 from mlx_spec.loader import load as load_model
 from mlx_spec.memory import check_cache_fits
@@ -63,6 +64,19 @@ def load(
     return llm
 
 
+_IN_PASSING = 512 + 2 * PAGE
+"""Tokens that a sequence behind a window holds for a while beside what it sees: a prompt's pass, and parts of pages."""
+
+CALIBRATION_TEXT = (
+    "The harbour was quiet that morning. Three boats lay at the quay, and a man in a blue coat was counting crates: "
+    '12, 18, 25. He wrote each number down, then said: "Two are missing."\n\n'
+    "def total(crates: list[int]) -> int:\n    return sum(crates)\n\n"
+    "Nobody answered; only the gulls, who had seen it all before, went on with their breakfast."
+)
+"""What INT8 takes the divisors of its keys from: ordinary text, always the same, so that answers do not depend on what
+was asked before."""
+
+
 class LLM:
     """A model in memory, ready to generate.
 
@@ -87,6 +101,9 @@ class LLM:
             for warning in check_pair(target, draft):
                 _log.warning(warning)
             self._draft = _usable(self._target, self._draft)
+        for model in self._models:
+            if isinstance(model, PagedModel):
+                model.calibrate(self.tokenizer.encode(CALIBRATION_TEXT)[:PAGE])
         with closing(self._target.new_context()) as context:
             self._columns = context.vocabulary_size
         self.vocabulary_size = min(self.tokenizer.vocabulary_size, self._columns)
@@ -124,7 +141,7 @@ class LLM:
             encode = functools.partial(self._prompt_tokens, raw=raw)
             templated = self.tokenizer.has_chat_template and not raw
             sinks = sinks_of(self.kv, self.name, self.context_length, prompt if templated else None, tokens, encode)
-            held = sinks + self.kv.window
+            held = sinks + self.kv.window + _IN_PASSING
             planned = held if max_tokens is None else min(planned, held)
         elif self.context_length is not None:
             room = self.context_length - len(tokens)

@@ -125,6 +125,8 @@ class TableContext:
         other._tokens = self._tokens
         return other
 
+    prefill_rows = 32
+
     def settle(self, length: int) -> None:
         pass
 

@@ -143,3 +143,18 @@ def test_rows_are_quantized_each_by_itself() -> None:
     rows, scales = reference.quantize_rows(x)
     assert rows.tolist() == [[127, -63, 1, 0], [0] * 4, [-127, 1, 0, 63], [0] * 4]
     np.testing.assert_allclose(np.array(scales), [1, 0, 0.002, 0], rtol=1e-3)
+
+
+def test_a_large_pool_costs_a_small_window_nothing() -> None:
+    """What is gathered is the window's pages: never a copy of a layer's whole array."""
+    def peak(slots: int) -> int:
+        keys, values = (mx.zeros((1, 2, slots, 64)) for _ in range(2))
+        queries, pages = mx.ones((1, 4, 1, 64)), mx.arange(8, dtype=mx.int32)[None]
+        state = mx.array([[500, 4, 100, 1, 0, 0, 0, 0]], mx.int32)
+        mx.eval(keys, values, queries, pages, state)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(reference.paged_attention(queries, queries, keys, values, None, None, pages, state, mx.float32))
+        return mx.get_peak_memory() - before
+
+    assert peak(65536) < peak(1024) + 2**20

@@ -21,7 +21,6 @@ LLAMA3 = {
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "default": None,
     "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "llama3": LLAMA3,
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "longrope": {
@@ -39,7 +38,7 @@ def module_of(kind: str, interleaved: bool, head_dim: int = HEAD_DIM) -> Any:
 
 def frequencies_of(kind: str, module: Any) -> tuple[np.ndarray, float]:
     """Radians per position and the length of what was 1, from what mlx-lm's module says."""
-    if kind in ("default", "dynamic"):
+    if kind == "default":
         return cache_positions.default_frequencies(HEAD_DIM), 1.0
     if kind == "linear":
         return cache_positions.default_frequencies(HEAD_DIM) / 4, 1.0
@@ -66,7 +65,7 @@ def test_both_ways_are_the_rope_at_small_positions(kind: str, interleaved: bool,
             assert difference.item() <= (tolerance + 6e-8 * offset) * mx.abs(expected).max().item()
 
 
-@pytest.mark.parametrize(("kind", "interleaved"), [entry for entry in KINDS if entry[0] != "dynamic"])
+@pytest.mark.parametrize(("kind", "interleaved"), KINDS)
 def test_a_batch_is_the_rope_at_each_offset(kind: str, interleaved: bool) -> None:
     module = module_of(kind, interleaved)
     rotary = Rotary(module, HEAD_DIM)

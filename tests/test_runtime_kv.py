@@ -292,3 +292,13 @@ def test_a_stream_closed_early_leaks_no_pages(make: Make, kv: KVConfig, chunks: 
         next(stream)
     stream.close()
     assert in_use(llm) == 0
+
+
+def test_int8_answers_do_not_depend_on_what_was_asked_before(make: Make) -> None:
+    kv = KVConfig("int8")
+    fresh = make(kv)
+    expected = fresh.logits(PROMPT)
+    used = make(kv)
+    used.logits([3])
+    used.generate([5, 6], max_tokens=3)
+    assert mx.array_equal(used.logits(PROMPT), expected).item()

@@ -25,7 +25,7 @@ def model_classes(config: dict[str, Any]) -> tuple[type, type]:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise BadConfig("config.json has no model_type; download the model again.")
-    if kind in NATIVE and not _slides(config):
+    if kind in NATIVE and not _slides(config) and not _stretches(config):
         return NATIVE[kind].Model, NATIVE[kind].ModelArgs
     try:
         model, arguments = mlx_lm_classes(config)
@@ -35,6 +35,12 @@ def model_classes(config: dict[str, Any]) -> tuple[type, type]:
             "upgrade mlx-lm or choose another model (mlx-spec models)."
         ) from error
     return model, arguments
+
+
+def _stretches(config: dict[str, Any]) -> bool:
+    """Whether angles depend on the length so far, which keys that stay rotated cannot follow."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    return isinstance(rope, dict) and "dynamic" in (rope.get("type"), rope.get("rope_type"))
 
 
 def _slides(config: dict[str, Any]) -> bool:

@@ -21,7 +21,8 @@ from mlx_spec.rotary import Rotary
 
 T = TypeVar("T", int, float)
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+"""Those whose angles are proportional to the position."""
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,10 @@ class ExternalContext:
         self.length = 0
 
     @property
+    def prefill_rows(self) -> int:
+        return 32 if mx.default_device() == mx.cpu else 512
+
+    @property
     def nbytes(self) -> int:
         return sum(int(cache.nbytes) for cache in self._caches) if self.length else 0
 

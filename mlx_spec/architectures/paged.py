@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import mlx.core as mx
 
 from mlx_spec.architectures.decoder import Decoder
@@ -28,6 +30,16 @@ class PagedModel:
             dtype=module.model.norm.weight.dtype,
             int8=int8,
         )
+
+    def calibrate(self, tokens: Tokens) -> None:
+        """Take an INT8 pool's divisors from the keys of these tokens, some dozens of ordinary text.
+
+        Without it they come from the first tokens ever read, and so does what all later ones are rounded to.
+        """
+        if self.pool.int8:
+            with closing(self.new_context()) as context:
+                context.extend(tokens, rows=0)
+                context.evaluate()
 
     def bytes_to_allocate(self, tokens: int) -> int:
         return self.pool.bytes_to_allocate(tokens)
@@ -86,5 +98,14 @@ class PagedContext:
     def fork(self) -> PagedContext:
         return PagedContext(self._module, self.table.fork())
 
+    @property
+    def prefill_rows(self) -> int:
+        # On a CPU the cost per row hardly falls beyond a few dozen rows. Behind a window all scores of a pass are there
+        # at once: rows x heads x (sinks + window).
+        if mx.default_device() == mx.cpu:
+            return 32
+        return 512 if self.table.window is None else 64
+
     def close(self) -> None:
+        self.evaluate()  # a pass that was never waited for belongs to the thread that made it
         self.table.rewind(0)

@@ -149,6 +149,8 @@ def generate(
         llm = _load(model, draft, kv, quiet=quiet)
         if draft_tokens and llm.draft_name is None:
             _log.warning(f"{model} has no draft, so --draft-tokens does nothing; name one with --draft")
+        if draft_storage and llm.draft_name is None:
+            _log.warning(f"{model} has no draft, so --draft-kv does nothing; name one with --draft")
         question: str | list[dict[str, str]] = text
         if system is not None:
             question = [{"role": "system", "content": system}, {"role": "user", "content": text}]

@@ -90,7 +90,7 @@ class Dispatch:
 
     def _way(self, shape: trials.Shape, ways: tuple[str, ...]) -> str:
         """The last of `ways` needs no kernel."""
-        key = (shape, ways)
+        key = (shape.bucket, shape.rows, ways)
         if key not in self._decided:
             usable = tuple(way for way in ways if way not in _ATTENTION or self._usable(shape, way))
             bucket = shape.bucket

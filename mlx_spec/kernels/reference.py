@@ -80,9 +80,10 @@ def paged_attention(
 
     def gathered(array: mx.array, scales: mx.array | None) -> mx.array:
         """(batch, kv_heads, 1, count, head_dim) float32"""
-        rows = mx.stack([mx.take(array[0], slots[b], axis=1) for b in range(batch)]).astype(mx.float32)
+        # Along the axis of the slots: indexing the first axis away would copy the whole array.
+        rows = mx.concatenate([mx.take(array, slots[b], axis=2) for b in range(batch)]).astype(mx.float32)
         if scales is not None:
-            rows *= mx.stack([mx.take(scales[0], slots[b], axis=1) for b in range(batch)])[..., None]
+            rows *= mx.concatenate([mx.take(scales, slots[b], axis=2) for b in range(batch)])[..., None]
         return rows[:, :, None]
 
     def grouped(queries: mx.array) -> mx.array:
