@@ -135,10 +135,10 @@ def test_a_wrong_kernel_is_named_not_timed_and_exits_1(run: Run, mac: dict[str, 
 def test_a_kernel_that_ended_the_program_is_not_run(run: Run, mac: dict[str, Exception], memory: Remembered) -> None:
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
         pass
-    memory.set("kernels", f"{WRONG} {fingerprint()}", f"checking {ended.pid}")
+    memory.set("kernels", f"{WRONG} {fingerprint()}", f"checking {ended.pid} again")
     code, out, err = run()
     assert code == 1
-    assert "the program ended while it was checked" in out
+    assert "the program ended twice while it was checked" in out
     assert "remove kernels.json" in err
 
 

@@ -346,11 +346,19 @@ def test_a_variant_that_ended_a_process_is_not_run_again(tmp_path: Path, caplog:
     assert SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
         pass
-    memory(tmp_path).set("kernels", f"{VECTOR.name} {self_check.fingerprint()}", f"checking {ended.pid}")
+    key = f"{VECTOR.name} {self_check.fingerprint()}"
+    memory(tmp_path).set("kernels", key, f"checking {ended.pid}")
+    with pytest.raises(SystemExit):  # once may have been a closed terminal: it is tried again, and says so meanwhile
+        SelfCheck(Gone(tmp_path / "cache" / "kernels.json", "M1"), compare=crash).trusts(VECTOR)
+    assert memory(tmp_path).get("kernels", key) == f"checking {os.getpid()} again"
+    memory(tmp_path).set("kernels", key, f"checking {ended.pid}")
+    assert SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
+    assert counting.calls == 2
+    memory(tmp_path).set("kernels", key, f"checking {ended.pid} again")
     checks = SelfCheck(memory(tmp_path), compare=counting)
-    assert checks.examine(VECTOR, again=True) == "the program ended while it was checked"
+    assert checks.examine(VECTOR, again=True) == "the program ended twice while it was checked"
     assert not checks.trusts(VECTOR)
-    assert counting.calls == 1
+    assert counting.calls == 2
 
 
 @pytest.mark.parametrize("content", [
@@ -394,6 +402,18 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "replace", full)
     memory(tmp_path).set("kernels", "a", "ok")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_cannot_be_written_is_known_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    memory(tmp_path).set("s", "before", 0)
+    monkeypatch.setattr(os, "replace", full)
+    kept = memory(tmp_path)
+    for key in "ab":
+        kept.set("s", key, key)
+    assert [kept.get("s", key) for key in ("a", "b", "before")] == ["a", "b", 0]
 
 
 def test_processes_share_a_file_and_few_machines_stay(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def doctor(
 
 
 _AGAIN = (
-    "a kernel that once ended the program is not run again; to have it checked, remove kernels.json in "
+    "a kernel that twice ended the program is not run again; to have it checked, remove kernels.json in "
     "~/Library/Caches/mlx-spec first."
 )
 
