@@ -244,9 +244,11 @@ class LLM:
                     seed=seed,
                 )
             finally:
-                target.close()
-                if draft is not None:
-                    draft.close()
+                try:
+                    target.close()
+                finally:
+                    if draft is not None:
+                        draft.close()
         text = answer.take() + answer.finish()
         reason: FinishReason = "stop" if finished.ended or answer.stopped else "length"
         yield Chunk(text, finished.tokens, finished.logprobs, reason, statistics)

@@ -500,3 +500,17 @@ def test_a_rope_that_stretches_with_the_length_goes_through_mlx_lm() -> None:
     config = CONFIG | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     model_class, _ = model_classes(config)
     assert model_class.__module__.startswith("mlx_lm.")
+
+
+def test_closing_frees_the_pages_even_where_the_last_pass_cannot_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(0)
+    context = model.new_context()
+    mx.eval(context.extend([1, 2, 3]))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no stream")
+
+    monkeypatch.setattr(model.pool, "evaluate", fail)
+    with pytest.raises(RuntimeError, match="no stream"):
+        context.close()
+    assert model.pool.pages_in_use == 0

@@ -107,5 +107,7 @@ class PagedContext:
         return 512 if self.table.window is None else 64
 
     def close(self) -> None:
-        self.evaluate()  # a pass that was never waited for belongs to the thread that made it
-        self.table.rewind(0)
+        try:
+            self.evaluate()  # a pass that was never waited for belongs to the thread that made it
+        finally:
+            self.table.rewind(0)
