@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import functools
-import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlx_spec.architectures import NATIVE, Decoder
-from mlx_spec.architectures.external import ExternalModel
-from mlx_spec.architectures.paged import PagedModel
 from mlx_spec.completion import Chunk, Completion, FinishReason
 from mlx_spec.config import SMALLEST_WINDOW, KVConfig, Sampling, Speculation
 from mlx_spec.context import LanguageModel
 from mlx_spec.engine import Decoding, Round
 from mlx_spec.errors import BadConfig
 from mlx_spec.kv import PAGE
-from mlx_spec.loader import LoadedModel, check_pair, resolve, wired_limit
+from mlx_spec.language_models import language_models
+from mlx_spec.loader import LoadedModel, resolve, wired_limit
 from mlx_spec.loader import load as load_model
 from mlx_spec.memory import check_cache_fits
 from mlx_spec.metrics import Statistics
+from mlx_spec.progress import Progress, RoundTotals, counted
 from mlx_spec.request import Prompt, check_options, checked_prompt, checked_prompt_ids, checked_stop_tokens
 from mlx_spec.speculation import DraftModel
 from mlx_spec.text_stream import Answer
 from mlx_spec.threads import OneThread
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.visibility import sinks_of
-
-_log = logging.getLogger("mlx_spec")
-
-Progress = Callable[[int, int], None]
 
 
 def load(
@@ -67,15 +60,6 @@ def load(
 _IN_PASSING = 512 + 2 * PAGE
 """Tokens that a sequence behind a window holds for a while beside what it sees: a prompt's pass, and parts of pages."""
 
-CALIBRATION_TEXT = (
-    "The harbour was quiet that morning. Three boats lay at the quay, and a man in a blue coat was counting crates: "
-    '12, 18, 25. He wrote each number down, then said: "Two are missing."\n\n'
-    "def total(crates: list[int]) -> int:\n    return sum(crates)\n\n"
-    "Nobody answered; only the gulls, who had seen it all before, went on with their breakfast."
-)
-"""What INT8 takes the divisors of its keys from: ordinary text, always the same, so that answers do not depend on what
-was asked before."""
-
 
 class LLM:
     """A model in memory, ready to generate.
@@ -94,16 +78,8 @@ class LLM:
         self.template_arguments: dict[str, Any] = {}
         self.kv = kv = KVConfig() if kv is None else kv
         self._one_thread = OneThread(target.name)
-        self._target = _language_model(target, kv.storage, kv.window)
-        self._draft = _language_model(draft, kv.draft_storage, kv.window) if draft else None
+        self._target, self._draft = language_models(target, draft, kv)
         self._draft_context_length = draft.context_length if draft else None
-        if draft is not None:
-            for warning in check_pair(target, draft):
-                _log.warning(warning)
-            self._draft = _usable(self._target, self._draft)
-        for model in self._models:
-            if isinstance(model, PagedModel):
-                model.calibrate(self.tokenizer.encode(CALIBRATION_TEXT)[:PAGE])
         with closing(self._target.new_context()) as context:
             self._columns = context.vocabulary_size
         self.vocabulary_size = min(self.tokenizer.vocabulary_size, self._columns)
@@ -211,7 +187,7 @@ class LLM:
                 readers = 2 if draft is not None and draft.reads(prompt_tokens) else 1
                 started = time.perf_counter()
                 if limit != 0:
-                    decoding.prefill(_counted(prefill_progress, (prompt_tokens - 1) * readers))
+                    decoding.prefill(counted(prefill_progress, (prompt_tokens - 1) * readers))
                 prefilled = time.perf_counter()
                 rounds = decoding.rounds(
                     draft_tokens=speculation.draft_tokens,
@@ -219,7 +195,7 @@ class LLM:
                     end_tokens=answer.end_tokens,
                     keep=answer.keep,
                 )
-                total = _Total()
+                total = RoundTotals()
                 try:
                     for finished in rounds:
                         total.add(finished)
@@ -260,53 +236,3 @@ class LLM:
         if window is not None and limit is not None:  # what the draft sees is its own affair
             window, limit = max(SMALLEST_WINDOW, min(window, limit - sinks)), None
         return DraftModel(self._draft.new_context(sinks, window), sampling, self.vocabulary_size, limit)
-
-
-@dataclass
-class _Total:
-    tokens: int = 0
-    passes: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def add(self, finished: Round) -> None:
-        self.tokens += len(finished.tokens)
-        self.passes += 1
-        self.drafted += finished.drafted
-        self.accepted += finished.accepted
-
-
-def _language_model(loaded: LoadedModel, storage: str, window: int | None) -> LanguageModel:
-    if isinstance(loaded.module, Decoder):
-        return PagedModel(loaded.module, int8=storage == "int8")
-    model = ExternalModel(loaded.module)
-    if storage != "model" or window is not None:
-        raise BadConfig(
-            f"{loaded.name} {model.paging_obstacle}: no INT8 and no window there. The architectures that have both are "
-            f"{', '.join(NATIVE)}; leave --kv, --draft-kv, --sinks and --window out."
-        )
-    return model
-
-
-def _usable(target: LanguageModel, draft: LanguageModel | None) -> LanguageModel | None:
-    """The draft, unless one of the two cannot take rejected tokens back; then None, and the reason is logged."""
-    for role, model in (("target", target), ("draft", draft)):
-        if model is not None and model.rewind_obstacle:
-            _log.warning(f"no speculation, plain decoding: the {role} {model.rewind_obstacle}")
-            return None
-    return draft
-
-
-def _counted(progress: Progress | None, total: int) -> Callable[[int], None] | None:
-    """Turn 'so many more tokens' into 'done of total'."""
-    if progress is None:
-        return None
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
-
-    progress(0, total)
-    return advance
