@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import secrets
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -30,6 +31,8 @@ from mlx_spec.text_stream import Answer
 from mlx_spec.threads import OneThread
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.visibility import sinks_of
+
+_log = logging.getLogger("mlx_spec")
 
 
 def load(
@@ -234,5 +237,12 @@ class LLM:
             return None
         window, limit = self.kv.window, self._draft_context_length
         if window is not None and limit is not None:  # what the draft sees is its own affair
-            window, limit = max(SMALLEST_WINDOW, min(window, limit - sinks)), None
+            window = min(window, limit - sinks)
+            if window < SMALLEST_WINDOW:
+                _log.warning(
+                    f"the draft's context of {limit} tokens has no room for {sinks} sinks and {SMALLEST_WINDOW} more: "
+                    "plain decoding"
+                )
+                return None
+            limit = None
         return DraftModel(self._draft.new_context(sinks, window), sampling, self.vocabulary_size, limit)

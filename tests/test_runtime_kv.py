@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -47,12 +49,12 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tok
 
 @pytest.fixture
 def make(tokenizers: tuple[Tokenizer, Tokenizer]) -> Make:
-    def model(name: str, seed: int) -> LoadedModel:
+    def model(name: str, seed: int, context: int = CONTEXT) -> LoadedModel:
         module = tiny_module(seed, 0.5, vocab_size=272, tie_word_embeddings=False)
-        return LoadedModel(name, module, tokenizers[1], {}, CONTEXT)
+        return LoadedModel(name, module, tokenizers[1], {}, context)
 
-    def made(kv: KVConfig | None = None, *, draft: int | None = None) -> LLM:
-        return LLM(model("large", 1), None if draft is None else model("small", draft), kv)
+    def made(kv: KVConfig | None = None, *, draft: int | None = None, draft_context: int = CONTEXT) -> LLM:
+        return LLM(model("large", 1), None if draft is None else model("small", draft, draft_context), kv)
 
     return made
 
@@ -205,6 +207,53 @@ def test_a_system_prompt_longer_than_the_window_is_refused(make: Make) -> None:
     messages = [{"role": "system", "content": "verse " * 30}, {"role": "user", "content": "x"}]
     with pytest.raises(BadConfig, match=r"window of 65 tokens is smaller than the \d+ sinks; give a --window of"):
         llm.stream(messages)
+
+
+@pytest.mark.parametrize(("draft_context", "window"), [(300, 120), (220, 120), (219, 119), (166, 66), (165, 65)])
+def test_the_draft_sees_no_more_than_its_own_context(make: Make, draft_context: int, window: int) -> None:
+    kv = KVConfig(window=120, sinks=100)
+    llm = make(kv, draft=2, draft_context=draft_context)
+    stream = llm.stream(PROMPT, max_tokens=200, speculation=DRAFTED)
+    tokens: list[int] = []
+    drafted = 0
+    with mock.patch.object(llm._draft, "new_context", wraps=llm._draft.new_context) as opened:  # type: ignore[union-attr]
+        for chunk in stream:
+            tokens += chunk.tokens
+            drafted = chunk.statistics.drafted if chunk.statistics else 0
+    opened.assert_called_once_with(100, window)
+    assert drafted > 0
+    assert tokens == make(kv).generate(PROMPT, max_tokens=200, speculation=PLAIN).tokens
+
+
+@pytest.mark.parametrize("draft_context", [164, 99, 1])
+def test_a_draft_without_room_for_sinks_and_a_round_does_not_draft(
+    make: Make, caplog: pytest.LogCaptureFixture, draft_context: int
+) -> None:
+    kv = KVConfig(window=120, sinks=100)
+    llm = make(kv, draft=2, draft_context=draft_context)
+    with caplog.at_level(logging.WARNING, "mlx_spec"):
+        answer = llm.generate(PROMPT, max_tokens=100, speculation=DRAFTED)
+    expected = f"the draft's context of {draft_context} tokens has no room for 100 sinks and 65 more: plain decoding"
+    assert [record.message for record in caplog.records] == [expected]
+    assert answer.statistics.drafted == 0
+    assert answer.tokens == make(kv).generate(PROMPT, max_tokens=100, speculation=PLAIN).tokens
+    caplog.clear()
+    llm.generate(PROMPT, max_tokens=2, speculation=PLAIN)  # nobody asked for drafts
+    assert not caplog.records
+    assert in_use(llm) == 0
+
+
+def test_whether_the_draft_has_room_is_decided_for_each_system_prompt(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = make(KVConfig(window=120, sinks="system"), draft=2, draft_context=150)
+    user = {"role": "user", "content": "hello " * 10}
+    long = {"role": "system", "content": "verse " * 15}
+    assert llm.generate([user], max_tokens=30, speculation=DRAFTED).statistics.drafted > 0
+    assert not caplog.records
+    assert llm.generate([long, user], max_tokens=30, speculation=DRAFTED).statistics.drafted == 0
+    assert "no room" in caplog.text
+    assert llm.generate([user], max_tokens=30, speculation=DRAFTED).statistics.drafted > 0
 
 
 # Refusals.
