@@ -7,6 +7,7 @@ frequencies the model has (those that mlx-lm scales are float32), once per pass 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +29,28 @@ class RotaryRows:
 
     def rotate(self, x: mx.array) -> mx.array:
         """x (..., n, head_dim), row i rotated by position i; result of the same type."""
-        return rotate(x, self.cosines, self.sines, self.interleaved)
+        pairs = self._pairs(x)
+        swapped = pairs[..., ::-1] if self.interleaved else pairs[..., ::-1, :]  # a view, which costs no copy
+        return mx.flatten(_turned(pairs, swapped, *self._paired), -2)
+
+    def _pairs(self, x: mx.array) -> mx.array:
+        """(..., head_dim) as (..., head_dim / 2, 2) if interleaved, else (..., 2, head_dim / 2)."""
+        return mx.unflatten(x, -1, (-1, 2) if self.interleaved else (2, -1))
+
+    @functools.cached_property
+    def _paired(self) -> tuple[mx.array, mx.array]:
+        return self._pairs(self.cosines), self._pairs(self.sines)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _turned(x: mx.array, swapped: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
+    """One kernel instead of four: every layer of every pass does this."""
+    return (x * cosines + swapped * sines).astype(x.dtype)
 
 
 def rotate(x: mx.array, cosines: mx.array, sines: mx.array, interleaved: bool) -> mx.array:
-    """x (..., n, head_dim) with each pair of channels turned: i and i + head_dim / 2, or neighbours if interleaved."""
+    """What `RotaryRows.rotate` computes, in plain operations: x (..., n, head_dim) with each pair of channels turned: i
+    and i + head_dim / 2, or neighbours if interleaved."""
     if interleaved:
         swapped = mx.unflatten(x, -1, (-1, 2))[..., ::-1].flatten(-2)
     else:

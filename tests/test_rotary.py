@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from typing import Any
 
 import cache_positions
@@ -89,6 +91,30 @@ def test_rows_are_exact_at_any_position(kind: str, interleaved: bool, position: 
     expected = length * cache_positions.rotated(x.astype(np.float64), positions, frequencies, interleaved)
     actual = Rotary(module, HEAD_DIM).rows(positions).rotate(mx.array(x))
     np.testing.assert_allclose(np.array(actual), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_rows_rotate_as_plain_operations_do_whatever_was_compiled_before(interleaved: bool, dtype: mx.Dtype) -> None:
+    for head_dim, batch, heads, n in ((64, 1, 4, 1), (128, 2, 3, 5), (64, 1, 1, 70)):
+        rows = Rotary(module_of("default", interleaved, head_dim), head_dim).rows(100 + np.arange(n))
+        x = mx.random.normal((batch, n, heads, head_dim), key=mx.random.key(n)).astype(dtype).swapaxes(1, 2)
+        turned, expected = rows.rotate(x), rotate(x, rows.cosines, rows.sines, interleaved)
+        assert (turned.shape, turned.dtype) == (x.shape, dtype)
+        np.testing.assert_allclose(np.array(turned.astype(mx.float32)), np.array(expected.astype(mx.float32)),
+                                   atol=1e-6 if dtype == mx.float32 else 0.03, rtol=0)  # fmt: skip
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rows_rotate_in_one_operation(interleaved: bool) -> None:
+    """What is no view is a kernel, in every layer."""
+    rows = Rotary(module_of("default", interleaved), HEAD_DIM).rows(np.arange(3))
+    x = mx.zeros((1, 2, 3, HEAD_DIM))
+    mx.eval(x, rows.rotate(x))
+    graph = io.StringIO()
+    mx.export_to_dot(graph, rows.rotate(x))
+    operations = set(re.findall(r'label ="(\w+)", shape=rectangle', graph.getvalue()))
+    assert len(operations - {"Unflatten", "Slice", "Flatten"}) == 1
 
 
 def test_the_fused_kernel_is_not_exact_there() -> None:
