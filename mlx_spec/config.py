@@ -117,19 +117,29 @@ class KVConfig:
     window: int | None = None
     """Each token sees this many before it, itself included, and the sinks; None sees everything. With a window, memory
     is constant and an answer may be longer than the model's context (Xiao et al. 2024)."""
-    sinks: int | Literal["system"] = 4
-    """Tokens at the beginning that are always seen beside a window; "system" is the whole system prompt."""
+    sinks: int | Literal["system"] | None = None
+    """Tokens at the beginning that are always seen beside a window; "system" is the whole system prompt, None is
+    `DEFAULT_SINKS`. Without a window everything is seen, and a number of sinks is refused."""
 
     def __post_init__(self) -> None:
         for name in ("storage", "draft_storage"):
             _require(getattr(self, name) in STORAGES, name, getattr(self, name), " or ".join(STORAGES))
-        if self.sinks != "system":
+        if self.sinks is not None and self.sinks != "system":
             _require_whole(lambda n: 0 <= n <= 65536, "sinks", self.sinks, "0 to 65536, or system")
-        if self.window is not None:
-            least = SMALLEST_WINDOW if self.sinks == "system" else max(SMALLEST_WINDOW, self.sinks)
+        if self.window is None:
+            if self.sinks is not None:
+                raise BadConfig(
+                    f"sinks is {self.sinks!r}, which says what stays visible beside a window; give a window too, such "
+                    "as 4096, or no sinks."
+                )
+        else:
+            least = max(SMALLEST_WINDOW, self.sinks) if isinstance(self.sinks, int) else SMALLEST_WINDOW
             _require_whole(lambda n: n >= least, "window", self.window,
                            f"at least {least}: more than a round of drafts, and no fewer than the sinks")
 
+
+DEFAULT_SINKS = 4
+"""As many as the paper needs for a stream to stay fluent."""
 
 SMALLEST_WINDOW = 65
 """Positions of the longest round: 64 drafts and the token before them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_spec.config import SMALLEST_WINDOW, KVConfig
+from mlx_spec.config import DEFAULT_SINKS, SMALLEST_WINDOW, KVConfig
 from mlx_spec.errors import BadConfig
 
 Encode = Callable[[Any], list[int]]
@@ -21,7 +21,9 @@ def sinks_of(
     """
     window = kv.window
     assert window is not None
-    sinks = _system_tokens(prompt, tokens, encode) if kv.sinks == "system" else kv.sinks
+    sinks = DEFAULT_SINKS if kv.sinks is None else kv.sinks
+    if sinks == "system":
+        sinks = _system_tokens(prompt, tokens, encode)
     if sinks > window:
         raise BadConfig(
             f"the window of {window} tokens is smaller than the {sinks} sinks; give a --window of {sinks} or more."

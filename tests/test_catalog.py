@@ -69,6 +69,8 @@ def test_a_definition_says_how_keys_and_values_are_kept(tmp_path: Path, text: st
     ("[kv]\nwindow = true", "window is True"),
     ("[kv]\nwindow = 100\nsinks = 101", "window is 100; give at least 101"),
     ('[kv]\nsinks = "some"', "sinks is 'some'"),
+    ("[kv]\nsinks = 8", "sinks is 8, which says what stays visible beside a window; give a window"),
+    ('[kv]\nsinks = "system"', "give a window"),
     ("[kv]\nbits = 8", "unknown key kv.bits; known are storage, draft_storage, window, sinks"),
 ])
 def test_a_broken_way_to_keep_them_is_named(tmp_path: Path, text: str, named: str) -> None:

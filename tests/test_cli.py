@@ -220,7 +220,9 @@ def test_options_left_out_take_the_models_own(generate: Any, llms: list[FakeLLM]
     ([], KVConfig()),
     (["--kv", "int8"], KVConfig("int8")),
     (["--draft-kv", "int8"], KVConfig(draft_storage="int8")),
-    (["--window", "4096"], KVConfig(window=4096, sinks=4)),
+    (["--window", "4096"], KVConfig(window=4096)),
+    (["--window", "none"], KVConfig()),
+    (["--window", "none", "--kv", "int8"], KVConfig("int8")),
     (["--window", "65", "--sinks", "0"], KVConfig(window=65, sinks=0)),
     (["--kv", "int8", "--window", "65", "--sinks", "65"], KVConfig("int8", window=65, sinks=65)),
 ])
@@ -241,10 +243,13 @@ def test_options_change_the_models_own_way(
     for arguments, expected in (
         ([], entry.kv), (["--kv", "model"], KVConfig(window=200, sinks=100)),
         (["--sinks", "8"], KVConfig("int8", window=200, sinks=8)),
+        (["--window", "300"], KVConfig("int8", window=300, sinks=100)),
+        (["--window", "none"], KVConfig("int8")), (["--window", "none", "--kv", "model"], KVConfig()),
     ):
         assert run("generate", "-m", "demo", *arguments, "x")[0] == 0
         assert llms[-1].kv == expected
     _one_error(run("generate", "-m", "demo", "--window", "99", "x"), 2, "--window is 99", "at least 100")
+    _one_error(run("generate", "-m", "demo", "--window", "none", "--sinks", "8", "x"), 2, "--sinks", "--window 4096")
 
 
 def test_unlimited_and_no_draft(generate: Any, llms: list[FakeLLM]) -> None:
@@ -301,12 +306,15 @@ def test_prompt_from_stdin_and_file(generate: Any, llms: list[FakeLLM], monkeypa
     (["--kv", "", "x"], ["--kv is ''"]),
     (["--window", "64", "x"], ["--window is 64", "at least 65", "round of drafts"]),
     (["--window", "-1", "x"], ["--window is -1"]),
-    (["--window", "wide", "x"], ["'wide'", "whole number"]),
+    (["--window", "wide", "x"], ["'wide'", "whole number", "'none'"]),
+    (["--window", "0", "x"], ["--window is 0", "at least 65"]),
+    (["--window", "", "x"], ["''", "'none'"]),
     (["--window", "100", "--sinks", "200", "x"], ["--window is 100", "at least 200"]),
     (["--window", "100", "--sinks", "-1", "x"], ["--sinks is -1", "system"]),
     (["--window", "100", "--sinks", "few", "x"], ["'few'"]),
     (["--sinks", "4", "x"], ["--sinks", "--window 4096"]),
     (["--sinks", "system", "x"], ["--sinks", "--window 4096"]),
+    (["--window", "none", "--sinks", "4", "x"], ["--sinks", "--window 4096"]),
     (["--window", "8", "x"], ["--window is 8"]),
     (["--window", "100", "--sinks", "-1", "x"], ["--sinks is -1"]),
     (["--sinks", "4", "x"], ["--sinks", "--window"]),

@@ -52,7 +52,7 @@ def test_value_out_of_range_is_named(name: str, value: Any) -> None:
         *((Sampling, "logit_bias", {1: value}, "is no number") for value in ("5", None, True)),
         *((Speculation, "draft_tokens", value, "is no whole number") for value in ("2", 2.5, None, True)),
         *((KVConfig, "window", value, "is no whole number") for value in ("100", 100.5, True)),
-        *((KVConfig, "sinks", value, "is no whole number") for value in ("4", 4.0, None, True)),
+        *((KVConfig, "sinks", value, "is no whole number") for value in ("4", 4.0, True, [])),
         *((KVConfig, name, value, "model or int8") for value in (None, 8, [], "int4")
           for name in ("storage", "draft_storage")),
     ],
@@ -119,6 +119,23 @@ def test_a_window_holds_a_round_of_drafts_and_no_fewer_than_the_sinks(settings: 
 def test_sinks_out_of_range(sinks: Any) -> None:
     with pytest.raises(BadConfig, match=rf"^sinks is {sinks!r}.* give 0 to 65536, or system\.$"):
         KVConfig(window=100_000, sinks=sinks)
+
+
+@pytest.mark.parametrize("sinks", [0, 4, 100, "system"])
+def test_sinks_need_a_window(sinks: Any) -> None:
+    with pytest.raises(BadConfig, match=rf"^sinks is {sinks!r}, .*; give a window too, .*\.$") as caught:
+        KVConfig(sinks=sinks)
+    assert "\n" not in str(caught.value)
+    windowed = KVConfig(window=200, sinks=sinks)
+    with pytest.raises(BadConfig, match="give a window too"):
+        dataclasses.replace(windowed, window=None)
+    assert dataclasses.replace(windowed, window=None, sinks=None) == KVConfig()
+
+
+def test_a_window_that_names_no_sinks_can_be_taken_away() -> None:
+    assert KVConfig().sinks is None
+    assert KVConfig(window=200).sinks is None
+    assert dataclasses.replace(KVConfig(window=200), window=None) == KVConfig()
 
 
 @pytest.mark.parametrize("settings", [

@@ -111,7 +111,7 @@ def test_int8_takes_half_and_only_where_it_is_asked_for(make: Make) -> None:
 
 def test_the_default_keeps_everything_as_the_model_computes(make: Make) -> None:
     llm = make()
-    assert llm.kv == KVConfig() == KVConfig("model", "model", None, 4)
+    assert llm.kv == KVConfig() == KVConfig("model", "model", None, None)
     assert not pools_of(llm)[0].int8
 
 
@@ -163,6 +163,16 @@ def test_sinks_and_window_stay_within_the_context(make: Make, sinks: int, window
     else:
         with pytest.raises(BadConfig, match=rf"{sinks} sinks .* {window} .* 512 .* --window of {512 - sinks} at most"):
             llm.stream([1, 2, 3])
+
+
+def test_a_window_has_four_sinks_unless_it_names_others(make: Make) -> None:
+    answers = {}
+    for sinks in (None, 0, 4):
+        llm = make(KVConfig(window=65, sinks=sinks))
+        answers[sinks] = llm.generate(PROMPT, max_tokens=60).tokens
+    assert answers[None] == answers[4] != answers[0]
+    with pytest.raises(BadConfig, match=r"4 sinks and a window of 509 are more than"):
+        make(KVConfig(window=509)).stream([1, 2, 3])
 
 
 def seen_sinks(llm: LLM, prompt: Any) -> tuple[int, list[int]]:

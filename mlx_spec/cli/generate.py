@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_spec import console
-from mlx_spec.cli.options import UNLIMITED, bias, number, option, sink_count, token_limit, whole
+from mlx_spec.cli.options import UNLIMITED, bias, number, option, sink_count, token_limit, whole, window_size
 from mlx_spec.cli.outcome import TracebackOption
 from mlx_spec.cli.prompt import check_utf8, read_prompt
-from mlx_spec.config import KVConfig, Sampling, Speculation
+from mlx_spec.config import DEFAULT_SINKS, KVConfig, Sampling, Speculation
 from mlx_spec.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -99,17 +99,18 @@ def generate(
     storage: Annotated[str | None, option(
         "--kv", panel=_MEMORY, metavar="STORAGE",
         help="How the model's keys and values are kept: model, in the type it computes in (usually 16 bits), or int8, "
-        "in half of that. Default: model.")] = None,
+        "in half of that. Default: the model's own, else model.")] = None,
     draft_storage: Annotated[str | None, option(
-        "--draft-kv", panel=_MEMORY, metavar="STORAGE", help="The same for the draft. Default: model.")] = None,
-    window: Annotated[int | None, option(
-        "--window", panel=_MEMORY, metavar="N", parser=whole,
+        "--draft-kv", panel=_MEMORY, metavar="STORAGE",
+        help="The same for the draft. Default: the model's own, else model.")] = None,
+    window: Annotated[Any, option(
+        "--window", panel=_MEMORY, metavar="N", parser=window_size,
         help="Let each token see only the N before it and the sinks: memory stays constant, and the answer may be "
-        "longer than the model's context. Default: it sees everything.")] = None,
+        "longer than the model's context. none lets it see everything. Default: the model's own, else none.")] = None,
     sinks: Annotated[Any, option(
         "--sinks", panel=_MEMORY, metavar="N", parser=sink_count,
         help="With a window: the first N tokens are always seen; system keeps the whole system prompt. "
-        "Default: 4.")] = None,
+        f"Default: the model's own, else {DEFAULT_SINKS}.")] = None,
     as_json: Annotated[bool, option(
         "--json", panel=_OUTPUT,
         help="Write one JSON object, with text and figures, instead of the text.")] = False,
@@ -177,15 +178,17 @@ def _kv(model: str | None, **given: Any) -> KVConfig:
     from mlx_spec import catalog
 
     entry = catalog.find(model) if model else None
+    own = entry.kv if entry else KVConfig()
     given = {name: value for name, value in given.items() if value is not None}
+    if given.get("window", own.window or "none") == "none":
+        if "sinks" in given:
+            raise BadConfig("--sinks says what stays visible beside a window; give --window N, such as --window 4096.")
+        given |= {"window": None, "sinks": None}
     try:
-        kv = dataclasses.replace(entry.kv if entry else KVConfig(), **given)
+        return dataclasses.replace(own, **given)
     except BadConfig as error:
         message = str(error).replace("draft_storage is", "--draft-kv is").replace("storage is", "--kv is")
         raise BadConfig(message.replace("window is", "--window is").replace("sinks is", "--sinks is")) from error
-    if "sinks" in given and kv.window is None:
-        raise BadConfig("--sinks says what stays visible beside a window; add --window N, such as --window 4096.")
-    return kv
 
 
 def _check_texts(system: str | None, stop: list[str], stop_tokens: list[int]) -> None:
