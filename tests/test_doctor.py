@@ -139,7 +139,25 @@ def test_a_kernel_that_ended_the_program_is_not_run(run: Run, mac: dict[str, Exc
     code, out, err = run()
     assert code == 1
     assert "the program ended twice while it was checked" in out
-    assert "remove kernels.json" in err
+    assert "kernels.json first" in err
+
+
+@pytest.mark.parametrize(("system", "cache", "shown"), [
+    ("linux", "", "~/.cache/mlx-spec/kernels.json"),
+    ("linux", "/var/caches", "/var/caches/mlx-spec/kernels.json"),
+    ("darwin", "", "~/Library/Caches/mlx-spec/kernels.json"),
+])  # fmt: skip
+def test_the_file_to_remove_is_where_it_is_kept(
+    run: Run, mac: dict[str, Exception], memory: Remembered, monkeypatch: pytest.MonkeyPatch,
+    system: str, cache: str, shown: str,
+) -> None:  # fmt: skip
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        pass
+    memory.set("kernels", f"{WRONG} {fingerprint()}", f"checking {ended.pid} again")
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(diagnosis, "_wired_limit", lambda: 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    assert f"remove {shown} first." in run()[2]
 
 
 def test_what_the_doctor_finds_is_what_later_runs_use(

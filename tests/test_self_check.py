@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from mlx_spec.kernels.dispatch import Dispatch, pool_shape
 from mlx_spec.kernels.self_check import Mismatch, SelfCheck, compare
 from mlx_spec.kv import PagePool
 from mlx_spec.remembered import Remembered
+from mlx_spec.resources import folder
 
 VECTOR = registry.variant_of(registry.VECTOR, 64, storage=mx.float16, queries=8)
 INT8 = registry.variant_of(registry.TILE, 64, storage=mx.int8)
@@ -292,6 +295,44 @@ def test_other_sources_are_checked_anew(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(self_check, "fingerprint", lambda: "other")
     SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
     assert counting.calls == 2
+
+
+@pytest.fixture
+def metal_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the kernels' sources, which `fingerprint` reads."""
+    copied = tmp_path / "metal"
+    shutil.copytree(folder("metal"), copied)
+    monkeypatch.setattr(self_check, "folder", lambda _: copied)
+    self_check.fingerprint.cache_clear()
+    yield copied
+    self_check.fingerprint.cache_clear()
+
+
+def test_the_fingerprint_is_of_sources_alone(metal_folder: Path) -> None:
+    def fingerprint() -> str:
+        self_check.fingerprint.cache_clear()
+        return self_check.fingerprint()
+
+    before = fingerprint()
+    for stray in (".DS_Store", "common.h~", "#common.h#", ".common.h.swp", "._common.h", "common.h.orig", "README.md"):
+        (metal_folder / stray).write_bytes(b"stray")
+    (metal_folder / "__pycache__").mkdir()
+    assert fingerprint() == before
+    for source in ("common.h", "quantize_kv.metal", "new.metal"):
+        (metal_folder / source).write_text("// other")
+        now = fingerprint()
+        assert now != before
+        before = now
+
+
+def test_what_all_threads_share_is_not_lazy() -> None:
+    registry._no_scales.cache_clear()
+    made: list[mx.array] = []
+    thread = threading.Thread(target=lambda: made.append(registry._no_scales()))
+    thread.start()
+    thread.join()
+    assert registry._no_scales() is made[0]
+    assert made[0].tolist() == [0] * 8
 
 
 def test_a_wrong_variant_is_off_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

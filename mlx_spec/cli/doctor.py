@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,7 +32,7 @@ def doctor(
     traceback: TracebackOption = False,
 ) -> None:
     """Shows the diagnosis; see HELP."""
-    from mlx_spec import diagnosis
+    from mlx_spec import diagnosis, remembered
 
     with console.notes(shown=True), _progress() as progress:
         found = diagnosis.diagnose(progress)
@@ -41,14 +42,19 @@ def doctor(
         _show(found)
     if found.count("failed"):
         if any(kernel.error == diagnosis.ENDED for kernel in found.kernels):
-            console.say(f"note: {_AGAIN}")
+            console.say(
+                "note: a kernel that twice ended the program is not run again; to have it checked, remove "
+                f"{_without_home(remembered.cache_folder())}kernels.json first."
+            )
         raise typer.Exit(FAILURE)
 
 
-_AGAIN = (
-    "a kernel that twice ended the program is not run again; to have it checked, remove kernels.json in "
-    "~/Library/Caches/mlx-spec first."
-)
+def _without_home(folder: Path | None) -> str:
+    """For a shell, and without the name of its user where that is part of it."""
+    if folder is None:
+        return ""
+    home = Path.home()
+    return f"~/{folder.relative_to(home)}/" if folder.is_relative_to(home) else f"{folder}/"
 
 
 def _show(found: Diagnosis) -> None:

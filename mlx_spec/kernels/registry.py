@@ -260,7 +260,9 @@ def paged_attention(
 @functools.cache
 def _no_scales() -> mx.array:
     """What a kernel is given, and does not read, as the scales of a floating-point pool."""
-    return mx.zeros((_LEAST_ELEMENTS,), dtype=mx.float16)
+    scales = mx.zeros((_LEAST_ELEMENTS,), dtype=mx.float16)
+    mx.eval(scales)  # a lazy array belongs to the thread that made it, and this one serves all
+    return scales
 
 
 def layout(kernel: AttentionKernel, head_dim: int, queries: int) -> tuple[int, int]:

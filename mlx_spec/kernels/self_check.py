@@ -144,9 +144,13 @@ def _agree(result: mx.array, expected: mx.array, where: str) -> None:
 @functools.cache
 def fingerprint() -> str:
     """Changes with the kernels, how they are launched, and what they are checked against."""
-    sources = [*sorted(folder("metal").iterdir()), *(Path(str(module.__file__)) for module in (registry, problems))]
+    metal = sorted(
+        file
+        for file in folder("metal").iterdir()
+        if file.suffix in (".metal", ".h") and not file.name.startswith(".")  # an editor or macOS may add others
+    )
     content = hashlib.sha256()
-    for source in [*sources, Path(__file__)]:
+    for source in [*metal, *(Path(str(module.__file__)) for module in (registry, problems)), Path(__file__)]:
         with contextlib.suppress(OSError):  # Python code may come from an archive
             content.update(source.read_bytes())
     return content.hexdigest()[:16]
