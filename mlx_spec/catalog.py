@@ -58,8 +58,8 @@ class Entry:
     sampling: Sampling = field(default_factory=Sampling)
     speculation: Speculation = field(default_factory=Speculation)
     kv: KVConfig = field(default_factory=KVConfig)
-    defaults: Mapping[str, float] = field(default_factory=dict)
-    """Only what the file sets of [sampling] and [speculation], to show."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Only what the file sets of [sampling], [speculation] and [kv], to show."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for the chat template, such as enable_thinking."""
 
@@ -137,7 +137,7 @@ def _read(file: Path) -> Entry:
         sampling=checked_sampling,
         speculation=checked_speculation,
         kv=checked_kv,
-        defaults=MappingProxyType({**sampling, **speculation}),
+        defaults=MappingProxyType({**sampling, **speculation, **kv.values}),
         template=MappingProxyType(template),
     )
 

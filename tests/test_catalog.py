@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -51,13 +52,18 @@ def test_a_definition_is_read_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "expected"), [
     ("", KVConfig()),
+    ("[kv]", KVConfig()),
     ('[kv]\nstorage = "int8"', KVConfig("int8")),
     ('[kv]\nstorage = "int8"\ndraft_storage = "int8"\nwindow = 4096\nsinks = "system"',
      KVConfig("int8", "int8", 4096, "system")),
     ("[kv]\nwindow = 100\nsinks = 8", KVConfig(window=100, sinks=8)),
 ])
 def test_a_definition_says_how_keys_and_values_are_kept(tmp_path: Path, text: str, expected: KVConfig) -> None:
-    assert read(tmp_path, GOOD + text).kv == expected
+    entry = read(tmp_path, GOOD + text)
+    assert entry.kv == expected
+    shown = {**dataclasses.asdict(expected), "temperature": 0.5, "top_k": 20, "draft_tokens": 4}
+    assert shown | entry.defaults == shown
+    assert len(entry.defaults) == 3 + text.count("=")
 
 
 @pytest.mark.parametrize(("text", "named"), [
@@ -138,6 +144,12 @@ def test_the_shipped_catalogue_holds_what_is_promised() -> None:
     assert catalog.entries()["llama-3.3-70b"].minimum_memory == 64
     assert catalog.entries()["qwen2.5-7b"].minimum_memory == 16
     assert catalog.find("no-such-model") is None
+
+
+def test_only_the_largest_for_64_gb_keep_int8_by_themselves() -> None:
+    ways = {entry.name: entry.kv for entry in catalog.entries().values() if entry.kv != KVConfig()}
+    assert ways == dict.fromkeys(("llama-3.3-70b", "qwen2.5-72b"), KVConfig("int8"))
+    assert all(catalog.entries()[name].minimum_memory == 64 for name in ways)
 
 
 def test_whether_an_entry_is_here_is_said_of_both(monkeypatch: pytest.MonkeyPatch) -> None:

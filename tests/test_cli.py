@@ -252,6 +252,17 @@ def test_options_change_the_models_own_way(
     _one_error(run("generate", "-m", "demo", "--window", "none", "--sinks", "8", "x"), 2, "--sinks", "--window 4096")
 
 
+def test_a_model_of_the_catalogue_keeps_its_own_way(run: Any, llms: list[FakeLLM]) -> None:
+    for arguments, expected in (
+        ([], KVConfig("int8")), (["--kv", "model"], KVConfig()), (["--window", "99"], KVConfig("int8", window=99)),
+    ):
+        assert run("generate", "-m", "llama-3.3-70b", *arguments, "x")[0] == 0
+        assert llms[-1].kv == expected
+    shown = {entry["name"]: entry["defaults"] for entry in json.loads(run("models", "--json")[1])}
+    assert shown["llama-3.3-70b"]["storage"] == "int8"
+    assert "storage" not in shown["qwen2.5-7b"]
+
+
 def test_unlimited_and_no_draft(generate: Any, llms: list[FakeLLM]) -> None:
     generate("-n", "unlimited", "-d", "none", "hello")
     assert llms[0].calls[0]["max_tokens"] is None

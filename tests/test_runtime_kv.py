@@ -18,11 +18,12 @@ from mlx_lm.utils import load_tokenizer
 from test_external import module_of
 from tiny import tiny_module
 
+from mlx_spec import catalog, runtime
 from mlx_spec.architectures.paged import PagedModel
 from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.errors import BadConfig, DoesNotFit
 from mlx_spec.kv import PAGE, pool
-from mlx_spec.loader import LoadedModel
+from mlx_spec.loader import LoadedModel, Source
 from mlx_spec.runtime import LLM
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.visibility import sinks_of
@@ -113,6 +114,26 @@ def test_the_default_keeps_everything_as_the_model_computes(make: Make) -> None:
     llm = make()
     assert llm.kv == KVConfig() == KVConfig("model", "model", None, None)
     assert not pools_of(llm)[0].int8
+
+
+@pytest.mark.parametrize(("name", "kv", "expected"), [
+    ("llama-3.3-70b", None, KVConfig("int8")),
+    ("llama-3.3-70b", KVConfig(), KVConfig()),
+    ("llama-3.1-8b", None, KVConfig()),
+])
+def test_a_model_of_the_catalogue_is_kept_as_it_says(
+    monkeypatch: pytest.MonkeyPatch, tokenizers: tuple[Tokenizer, Tokenizer], name: str, kv: KVConfig | None,
+    expected: KVConfig,
+) -> None:
+    def read(source: Source) -> LoadedModel:
+        return LoadedModel(source.name, tiny_module(1, vocab_size=272), tokenizers[1], {}, CONTEXT)
+
+    monkeypatch.setattr(runtime, "resolve", lambda name: Source(name, Path(), catalog.find(name)))
+    monkeypatch.setattr(runtime, "load_model", read)
+    llm = runtime.load(name, kv=kv)
+    assert llm.kv == expected
+    assert [each.int8 for each in pools_of(llm)] == [expected.storage == "int8", False]
+    assert len(llm.generate(PROMPT, max_tokens=4, sampling=Sampling()).tokens) == 4
 
 
 # Windows.
