@@ -3,6 +3,7 @@ every storage, and holds no page longer than a row can come that sees it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from itertools import pairwise
 from typing import Any
@@ -94,6 +95,11 @@ def check_pool(pool: PagePool, tables: list[PageTable]) -> None:
         assert len(set(table.pages)) == len(table.pages)
 
 
+def follow(pages: list[int]) -> bool:
+    """Whether each page comes right after the one before."""
+    return all(page + 1 == following for page, following in pairwise(pages))
+
+
 class Model:
     """A table beside what it should hold: the plain list of its tokens, and which pages are gone."""
 
@@ -127,6 +133,7 @@ class Model:
 
     def check(self) -> None:
         check_contents(self.table, self.tokens, frozenset(self.gone))
+        assert self.table.consecutive is (not self.gone and follow(self.table.pages))
         length = len(self.tokens)
         hidden = range(self.table.sinks, self.oldest_seen(length - 1) if length else 0)
         assert self.table.hides is (len(hidden) > 0)
@@ -462,6 +469,60 @@ def test_pages_that_do_not_follow_are_still_the_right_ones() -> None:
     assert not one.consecutive
     for table, tokens in contents.items():
         check_contents(table, tokens)
+
+
+class Bookkeeping(RuleBasedStateMachine):
+    """Tables whose contents nobody reads, many of them scattered: whether they are consecutive is always known."""
+
+    tables = Bundle("tables")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(layers=1, kv_heads=1, head_dim=1, dtype=mx.float16)
+        self.living: list[PageTable] = []
+
+    @rule(target=tables, sinks=st.sampled_from([0, 4, 64, 130]), window=st.sampled_from([None, 2, 65, 300]))
+    def start(self, sinks: int, window: int | None) -> PageTable:
+        self.living.append(PageTable(self.pool, sinks, window))
+        return self.living[-1]
+
+    @rule(table=tables, count=st.sampled_from([1, 30, 64, 65, 200]), settled=st.booleans())
+    def append(self, table: PageTable, count: int, settled: bool) -> None:
+        table.append(count)
+        if settled:
+            table.settle(table.length)
+
+    @rule(table=tables, data=st.data())
+    def rewind(self, table: PageTable, data: st.DataObject) -> None:
+        with contextlib.suppress(ValueError):
+            table.rewind(data.draw(st.integers(0, table.length)))
+
+    @rule(target=tables, table=tables)
+    def fork(self, table: PageTable) -> PageTable:
+        self.living.append(table.fork())
+        return self.living[-1]
+
+    @invariant()
+    def what_is_counted_is_what_is_there(self) -> None:
+        for table in self.living:
+            assert table.consecutive is (table.dropped == 0 and follow(table.pages))
+            assert table._breaks == sum(page + 1 != following for page, following in pairwise(table.pages))
+
+
+Bookkeeping.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestBookkeeping = Bookkeeping.TestCase
+
+
+def test_whether_pages_follow_is_known_without_looking_at_each() -> None:
+    class Unread(list[int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("looks at every page")
+
+        __getitem__ = __iter__  # type: ignore[assignment]
+
+    table, _ = filled(new_pool(), 20 * PAGE)
+    table.pages = Unread(table.pages)
+    assert table.consecutive
 
 
 def test_growth_is_in_slabs() -> None:

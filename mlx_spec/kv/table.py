@@ -3,6 +3,9 @@ are whose; nothing of what is in them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from mlx_spec.kernels.reference import PAGE
 from mlx_spec.kv.pool import PagePool
 
@@ -17,7 +20,9 @@ class PageTable:
     def __init__(self, pool: PagePool, sinks: int = 0, window: int | None = None) -> None:
         self.pool, self.sinks, self.window = pool, sinks, window
         self.pages: list[int] = []
-        """Those still held, in the order of their positions."""
+        """Those still held, in the order of their positions. Changed by `_replace` alone."""
+        self._breaks = 0
+        """How many of `pages` do not follow the one before."""
         self.dropped = 0
         """Pages that came after the first `head_pages` and are gone."""
         self.length = 0
@@ -43,12 +48,12 @@ class PageTable:
             except BaseException:
                 self.pool.release([own])
                 raise
-            self.pages[-1] = own
+            self._replace(len(self.pages) - 1, len(self.pages), [own])
             self.pool.release([shared])
         missing = -(-(self.length + count) // PAGE) - len(self.pages) - self.dropped
         if missing > 0:
             last = self.pages[-1] if self.pages else None
-            self.pages += self.pool.allocate(missing, after=last)
+            self._replace(len(self.pages), len(self.pages), self.pool.allocate(missing, after=last))
         self.length += count
 
     def rewind(self, length: int) -> None:
@@ -63,7 +68,7 @@ class PageTable:
             self.dropped = 0
         kept = -(-length // PAGE) - self.dropped
         self.pool.release(self.pages[kept:])
-        del self.pages[kept:]
+        self._replace(kept, len(self.pages), [])
         self.length = length
 
     def settle(self, length: int) -> None:
@@ -74,7 +79,7 @@ class PageTable:
         gone = min(self._oldest_seen(length) // PAGE - first - self.dropped, len(self.pages) - first)
         if gone > 0:
             self.pool.release(self.pages[first : first + gone])
-            del self.pages[first : first + gone]
+            self._replace(first, first + gone, [])
             self.dropped += gone
 
     def _oldest_seen(self, position: int) -> int:
@@ -89,17 +94,29 @@ class PageTable:
     def fork(self) -> PageTable:
         """A second sequence with the same past, sharing its pages until one of the two writes."""
         other = PageTable(self.pool, self.sinks, self.window)
-        other.pages, other.length, other.dropped = list(self.pages), self.length, self.dropped
+        other.pages, other._breaks = list(self.pages), self._breaks
+        other.length, other.dropped = self.length, self.dropped
         self.pool.retain(other.pages)
         return other
 
     @property
     def consecutive(self) -> bool:
         """Whether all positions are held, in pages that follow one another: one slice of the pool."""
-        pages = self.pages
-        return self.dropped == 0 and all(pages[i] + 1 == pages[i + 1] for i in range(len(pages) - 1))
+        return self.dropped == 0 and self._breaks == 0
 
     def slot(self, position: int) -> int:
         """Where `position`, which must be held, is in the pool."""
         page = position // PAGE
         return self.pages[page if page < self.head_pages else page - self.dropped] * PAGE + position % PAGE
+
+    def _replace(self, start: int, stop: int, pages: Sequence[int]) -> None:
+        """Put `pages` in the place of those from `start` to `stop`, counting breaks only there: a pass asks more than
+        once whether all pages follow one another, and there may be thousands."""
+        before = max(start - 1, 0)
+        self._breaks -= _breaks(self.pages[before : stop + 1])
+        self.pages[start:stop] = pages
+        self._breaks += _breaks(self.pages[before : start + len(pages) + 1])
+
+
+def _breaks(pages: Sequence[int]) -> int:
+    return sum(page + 1 != following for page, following in pairwise(pages))
