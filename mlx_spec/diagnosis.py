@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec import kernels, memory, remembered
+from mlx_spec import attention, kernels, memory, remembered
 from mlx_spec.kernels import registry, trials
 from mlx_spec.kernels.choice import Choice
 from mlx_spec.kernels.dispatch import kernel_variants
@@ -100,7 +100,7 @@ def diagnose(progress: Progress, self_check: SelfCheck | None = None, choice: Ch
             for way in (trials.DENSE, trials.SCATTERED, trials.VECTOR, trials.TILE, trials.GATHER)
             if not wrong.intersection(variant.name for variant in kernel_variants(shape, way))
         )
-        times = choice.milliseconds(str(shape), functools.partial(trials.attention, shape), ways, again=True)
+        times = choice.milliseconds(str(shape), functools.partial(attention.trials, shape), ways, again=True)
         diagnosis.timings.append(Timing(str(shape), times))
     progress("done", total, total)
     return diagnosis

@@ -1,4 +1,4 @@
-"""The check of kernels against their twins, what is remembered of it, and who decides: on right and wrong stand-ins."""
+"""The check of kernels against their twins, and what is remembered of it: on right and wrong stand-ins."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from kernel_problems import on_shim
+from kernel_stand_ins import Counting, attended, memory, right
 
-from mlx_spec import kernels, remembered
-from mlx_spec.kernels import choice, problems, reference, registry, self_check, trials
-from mlx_spec.kernels.choice import Choice, Trial
-from mlx_spec.kernels.dispatch import Dispatch, pool_shape
+from mlx_spec import remembered
+from mlx_spec.kernels import problems, reference, registry, self_check
+from mlx_spec.kernels.choice import Choice
 from mlx_spec.kernels.self_check import Mismatch, SelfCheck, compare
-from mlx_spec.kv import PagePool
 from mlx_spec.remembered import Remembered
 from mlx_spec.resources import folder
 
@@ -31,35 +29,6 @@ VECTOR = registry.variant_of(registry.VECTOR, 64, storage=mx.float16, queries=8)
 INT8 = registry.variant_of(registry.TILE, 64, storage=mx.int8)
 COMBINE = registry.variant_of(registry.COMBINE, 64, dtype=mx.float16)
 QUANTIZE = registry.variant_of(registry.QUANTIZE_KV, 64, dtype=mx.bfloat16)
-
-
-def cleaned(array: mx.array) -> mx.array:
-    return array if array.dtype == mx.int8 else mx.where(mx.isnan(array), 0, array)
-
-
-def right(launch: registry.Launch) -> Sequence[mx.array]:
-    """Executes a launch by the twins."""
-    template: dict[str, Any] = dict(launch.variant.template)
-    if launch.variant.kernel == registry.QUANTIZE_KV:
-        return reference.quantize_kv(*launch.inputs, template["INTERLEAVED"])
-    if launch.variant.kernel == registry.COMBINE:
-        return [self_check.combined(*launch.inputs, template["T"])]
-    return attended(launch)
-
-
-def attended(launch: registry.Launch, change: Callable[[dict[str, mx.array]], object] = lambda _: None) -> list[Any]:
-    """The parts of attention: the first split has everything."""
-    named = dict(zip(launch.variant.kernel.inputs, launch.inputs, strict=True))
-    if named["keys"].dtype != mx.int8:
-        named["key_scales"] = named["value_scales"] = None
-    for name in ("keys", "values", "key_scales", "value_scales"):
-        named[name] = named[name] if named[name] is None else cleaned(named[name])
-    change(named)
-    whole = reference.paged_attention(**named, dtype=mx.float32)
-    partials, maxima, sums = (mx.zeros(shape) for shape in launch.output_shapes)
-    partials[..., 0, :], maxima[...], sums[..., 0] = whole, reference.HIDDEN, 1
-    maxima[..., 0] = 3
-    return [partials, maxima, sums]
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
@@ -247,31 +216,7 @@ def test_kernels_on_this_machine(head_dim: int, storage: mx.Dtype) -> None:
             compare(variant)
 
 
-@pytest.mark.metal
-def test_times_on_this_machine() -> None:
-    shape = trials.Shape(32, 8, 64, mx.int8, mx.float16, 4, 1024)
-    times = choice.measure(trials.attention(shape))
-    assert set(times) == {trials.DENSE, trials.SCATTERED, trials.VECTOR, trials.TILE, trials.GATHER}
-    assert all(0 < time < 1000 for time in times.values())
-
-
 # What is remembered
-
-
-class Counting:
-    """A comparison that says what it is told to, and counts."""
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error, self.calls = error, 0
-
-    def __call__(self, variant: registry.Variant, execute: registry.Execute) -> None:
-        self.calls += 1
-        if self.error is not None:
-            raise self.error
-
-
-def memory(folder: Path, machine: str = "M1") -> Remembered:
-    return Remembered(folder / "cache" / "kernels.json", machine)
 
 
 def test_a_right_variant_is_checked_once_per_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -485,252 +430,3 @@ def test_where_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert remembered.cache_folder() == tmp_path / "Library" / "Caches" / "mlx-spec"
     Remembered(None, "M1").set("s", "a", 1)
     assert "MLX 0." in remembered.machine()
-
-
-# Which way is fastest
-
-
-class Clock:
-    """Times by way, and a record of what was timed."""
-
-    def __init__(self, **times: float) -> None:
-        self.times, self.asked = times, list[list[str]]()
-
-    def __call__(self, trials: Mapping[str, Trial]) -> dict[str, float]:
-        self.asked.append(sorted(trials))
-        return {way: self.times[way] for way in trials if way in self.times}
-
-
-def some_trials() -> Mapping[str, Trial]:
-    return {way: lambda calls: mx.zeros(1) for way in ("dense", "vector", "tile", "gather")}
-
-
-def test_the_fastest_is_measured_once_and_remembered(tmp_path: Path) -> None:
-    clock = Clock(vector=2, tile=1, gather=9, dense=0.5)
-    chosen = Choice(memory(tmp_path), clock)
-    assert chosen.fastest("shape", some_trials, ("vector", "tile", "gather")) == "tile"
-    assert chosen.fastest("shape", some_trials, ("vector", "gather")) == "vector"
-    assert Choice(memory(tmp_path), clock).fastest("shape", some_trials, ("vector", "tile")) == "tile"
-    assert clock.asked == [["gather", "tile", "vector"]]
-    assert chosen.fastest("shape", some_trials, ("vector", "tile", "dense")) == "dense"
-    assert chosen.fastest("other", some_trials, ("gather",)) == "gather"
-    assert clock.asked[1:] == [["dense", "tile", "vector"]]
-    assert chosen.fastest("other", some_trials, ("tile", "vector")) == "tile"
-    assert len(clock.asked) == 3
-
-
-def test_ways_that_cannot_be_timed_are_not_taken(tmp_path: Path) -> None:
-    clock = Clock(gather=9)
-    chosen = Choice(memory(tmp_path), clock)
-    assert chosen.fastest("shape", some_trials, ("tile", "gather")) == "gather"
-    assert chosen.fastest("shape", some_trials, ("tile", "gather")) == "gather"
-    assert len(clock.asked) == 1
-    assert Choice(memory(tmp_path), Clock()).fastest("new", some_trials, ("tile", "gather")) == "gather"
-
-
-def test_measuring_tells_slow_from_fast() -> None:
-    matrix = mx.ones((256, 256)) / 256
-
-    def slow(calls: int) -> mx.array:
-        result = matrix
-        for _ in range(8 * calls):
-            result = result @ matrix
-        return result
-
-    def broken(calls: int) -> mx.array:
-        raise RuntimeError("out of memory")
-
-    times = choice.measure({"slow": slow, "fast": lambda calls: matrix[0] + calls, "broken": broken})
-    assert set(times) == {"slow", "fast"}
-    assert times["slow"] > times["fast"] > 0
-
-
-@pytest.mark.parametrize("storage", [mx.int8, mx.float32], ids=str)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_all_ways_of_a_trial_attend_to_the_same(storage: mx.Dtype, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros tell nothing apart, so they are replaced."""
-    random = np.random.default_rng(batch)
-
-    def noise(shape: Sequence[int], dtype: mx.Dtype = mx.float32) -> mx.array:
-        return mx.array(random.integers(-3, 4, shape)).astype(dtype)
-
-    shape = trials.Shape(4, 2, 64, storage, mx.float32, 3, 256, batch)
-    with monkeypatch.context() as patched:
-        patched.setattr(mx, "zeros", noise)
-        ways = trials.attention(shape, right)
-    results = {way: np.array(trial(1)) for way, trial in ways.items()}
-    assert len(results) == 5
-    for result in results.values():
-        assert result.shape == (batch, 4, 3, 64)
-        # The angles are noise too, but the same for all.
-        np.testing.assert_allclose(result, results["gather"], rtol=1e-4, atol=1e-4)
-
-
-def test_trials_of_quantization() -> None:
-    ways = trials.quantization(1, 2, 4, 64, mx.float16, False, right)
-    assert set(ways) == {trials.KERNEL, trials.PLAIN}
-    assert {trial(3).shape for trial in ways.values()} == {(1, 2, 4, 64)}
-
-
-def test_few_shapes_stand_for_all() -> None:
-    def bucket(rows: int, length: int, **more: Any) -> tuple[int, int]:
-        fields = {"heads": 64, "kv_heads": 8, "head_dim": 128, "storage": mx.int8, "dtype": mx.float16, **more}
-        shape = trials.Shape(rows=rows, length=length, **fields).bucket
-        return shape.rows, shape.length
-
-    assert bucket(1, 1) == (1, 256)
-    assert bucket(5, 257) == (8, 1024)
-    assert bucket(16, 4097) == (16, 16384)
-    assert bucket(1, 10**6) == (1, 16384)
-    assert bucket(1, 10**6, storage=mx.float16) == (1, 4096)
-    assert bucket(1, 10**6, batch=64) == (1, 256)
-
-
-# Who decides
-
-
-def attention_arguments(head_dim: int = 64, rows: int = 3, storage: mx.Dtype = mx.int8) -> dict[str, Any]:
-    problem = problems.attention_problem(problems.SCENES[2], head_dim, storage, 2, rows)
-    return {**problem.clean, "dtype": mx.float16}
-
-
-class Recording:
-    def __init__(self) -> None:
-        self.kernels: list[str] = []
-
-    def __call__(self, launch: registry.Launch) -> Sequence[mx.array]:
-        self.kernels.append(launch.variant.kernel.name)
-        return right(launch)
-
-
-def dispatch(
-    folder: Path, execute: registry.Execute, clock: Clock, compare: Callable[..., None] | None = None
-) -> Dispatch:
-    return Dispatch(SelfCheck(memory(folder), execute, compare or Counting()), Choice(memory(folder), clock), execute)
-
-
-@pytest.mark.parametrize(
-    ("times", "ran"),
-    [
-        ({"vector": 1, "tile": 2, "gather": 3}, ["paged_attention_vector", "paged_attention_combine"]),
-        ({"vector": 2, "tile": 1, "gather": 3}, ["paged_attention_tile", "paged_attention_combine"]),
-        ({"vector": 2, "tile": 3, "gather": 1}, []),
-    ],
-)
-def test_the_fastest_right_way_attends(tmp_path: Path, times: dict[str, float], ran: list[str]) -> None:
-    recording, clock = Recording(), Clock(**times)
-    decided = dispatch(tmp_path, recording, clock)
-    arguments = attention_arguments()
-    expected = np.array(reference.paged_attention(**arguments))
-    for _ in range(2):
-        recording.kernels.clear()
-        np.testing.assert_allclose(np.array(decided.paged_attention(**arguments)), expected, atol=2e-3)
-        assert recording.kernels == ran
-    assert len(clock.asked) == 1
-
-
-def test_a_wrong_kernel_is_not_taken_however_fast(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def only_vector_is_right(variant: registry.Variant, execute: registry.Execute) -> None:
-        if variant.kernel is registry.TILE:
-            raise Mismatch("off")
-
-    recording = Recording()
-    decided = dispatch(tmp_path, recording, Clock(vector=2, tile=1, gather=3), only_vector_is_right)
-    decided.paged_attention(**attention_arguments())
-    assert recording.kernels == ["paged_attention_vector", "paged_attention_combine"]
-    assert len(caplog.records) == 1
-
-
-def test_nothing_is_timed_where_no_kernel_is_right(tmp_path: Path) -> None:
-    recording, clock = Recording(), Clock()
-    decided = dispatch(tmp_path, recording, clock, Counting(Mismatch("off")))
-    arguments = attention_arguments()
-    result = decided.paged_attention(**arguments)
-    assert np.array_equal(np.array(result), np.array(reference.paged_attention(**arguments)))
-    new = mx.ones((1, 2, 3, 64), mx.float16)
-    decided.quantize_kv(new, new, mx.ones((1, 3, 64)), mx.zeros((1, 3, 64)), mx.ones((2, 64)), False)
-    assert not decided.prefers_kernel(pool_shape(pool(64), 3, 4), True)
-    assert (recording.kernels, clock.asked) == ([], [])
-
-
-def test_the_real_comparison_decides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def wrong(launch: registry.Launch) -> Sequence[mx.array]:
-        parts = right(launch)
-        return parts if launch.variant.kernel is registry.COMBINE else [parts[0] * 1.01, *parts[1:]]
-
-    arguments = attention_arguments()
-    decided = dispatch(tmp_path, wrong, Clock(vector=1, tile=2, gather=3), compare)
-    result = decided.paged_attention(**arguments)
-    assert np.array_equal(np.array(result), np.array(reference.paged_attention(**arguments)))
-    assert {record.args[0].split("[")[0] for record in caplog.records} == {
-        "paged_attention_vector", "paged_attention_tile"
-    }  # fmt: skip
-
-
-def test_a_head_size_without_kernel_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recording, clock = Recording(), Clock()
-    decided = dispatch(tmp_path, recording, clock)
-    assert not decided.prefers_kernel(pool_shape(pool(72), 1, 4), True)
-    assert not caplog.records
-    for rows in (1, 3, 3):
-        arguments = attention_arguments(72, rows)
-        assert np.array_equal(
-            np.array(decided.paged_attention(**arguments)), np.array(reference.paged_attention(**arguments))
-        )
-    new = mx.ones((1, 2, 3, 72), mx.float16)
-    decided.quantize_kv(new, new, mx.ones((1, 3, 72)), mx.zeros((1, 3, 72)), mx.ones((2, 72)), False)
-    [record] = caplog.records
-    assert "heads of 72 channels (there are for 64, 80, 96, 128, 256)" in record.getMessage()
-    assert (recording.kernels, clock.asked) == ([], [])
-
-
-def test_many_rows_are_no_kernels_work_and_not_worth_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recording = Recording()
-    dispatch(tmp_path, recording, Clock()).paged_attention(**attention_arguments(rows=17))
-    assert not recording.kernels
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("way", ["kernel", "plain"])
-def test_quantization_takes_the_faster_way(tmp_path: Path, way: str) -> None:
-    recording = Recording()
-    decided = dispatch(tmp_path, recording, Clock(**{"kernel": 2, "plain": 2, way: 1}))
-    for arguments in problems.quantization_problems(64, mx.float16, True):
-        for result, expected in zip(decided.quantize_kv(*arguments), reference.quantize_kv(*arguments), strict=True):
-            assert np.array_equal(np.array(result), np.array(expected))
-    assert recording.kernels == (["quantize_kv"] * 3 if way == "kernel" else [])
-
-
-def pool(head_dim: int, int8: bool = True) -> PagePool:
-    made = PagePool(layers=1, kv_heads=2, head_dim=head_dim, dtype=mx.float16, int8=int8)
-    made.allocate(3)
-    return made
-
-
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_kernel_is_preferred_where_it_is_faster(tmp_path: Path, int8: bool) -> None:
-    clock = Clock(vector=2, tile=4, dense=1, scattered=3)
-    decided = dispatch(tmp_path, Recording(), clock)
-    shape = pool_shape(pool(64, int8), 3, 4)
-    assert (shape.length, shape.storage) == (192, mx.int8 if int8 else mx.float16)
-    assert not decided.prefers_kernel(shape, consecutive=True)
-    assert decided.prefers_kernel(shape, consecutive=False)
-    assert not decided.prefers_kernel(pool_shape(pool(64, int8), 17, 4), consecutive=False)
-    assert clock.asked == [["dense", "tile", "vector"], ["scattered", "tile", "vector"]]
-
-
-def test_without_metal_the_twins_do_it_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(registry, "available", lambda: False)
-    monkeypatch.setattr(kernels, "on_this_machine", lambda: pytest.fail("nothing is to be checked"))
-    arguments = attention_arguments()
-    result = kernels.paged_attention(**arguments)
-    assert np.array_equal(np.array(result), np.array(reference.paged_attention(**arguments)))
-    for new in problems.quantization_problems(64, mx.float16, False):
-        assert len(kernels.quantize_kv(*new)) == 4
-    assert not kernels.preferred(pool(64), 1, False, heads=4)
-    monkeypatch.setattr(registry, "available", lambda: True)
-    assert not kernels.preferred(pool(64), 1, False)
-    decided = dispatch(tmp_path, Recording(), Clock(vector=1, tile=1, scattered=2, gather=2, kernel=1, plain=2))
-    monkeypatch.setattr(kernels, "on_this_machine", lambda: decided)
-    assert kernels.preferred(pool(64), 1, False, heads=4, length=100)
-    assert kernels.paged_attention(**arguments).shape == result.shape

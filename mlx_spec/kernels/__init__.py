@@ -4,20 +4,17 @@ else its twin. Without Metal nothing is checked or timed: the twin it is."""
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from mlx_spec import remembered
 from mlx_spec.kernels import reference, registry
 from mlx_spec.kernels.choice import Choice
-from mlx_spec.kernels.dispatch import Dispatch, pool_shape
+from mlx_spec.kernels.dispatch import Build, Dispatch, Quantize, attending, pool_shape
 from mlx_spec.kernels.self_check import SelfCheck
+from mlx_spec.kernels.trials import Shape
 
-if TYPE_CHECKING:
-    from mlx_spec.kv import PagePool
-
-__all__ = ["memory", "on_this_machine", "paged_attention", "preferred", "quantize_kv"]
+__all__ = ["attending", "memory", "on_this_machine", "pool_shape", "prepare", "quantizing", "way"]
 
 
 @functools.cache
@@ -33,46 +30,19 @@ def on_this_machine() -> Dispatch:
     return Dispatch(SelfCheck(memory()), Choice(memory()))
 
 
-def quantize_kv(
-    keys: mx.array, values: mx.array, cosines: mx.array, sines: mx.array, divisors: mx.array, interleaved: bool
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """See `reference.quantize_kv`."""
-    implementation = on_this_machine() if registry.available() else reference
-    return implementation.quantize_kv(keys, values, cosines, sines, divisors, interleaved)
+def prepare(shape: Shape, plain: tuple[str, ...], interleaved: bool, build: Build) -> None:
+    """See `Dispatch.prepare`. Nothing without Metal."""
+    if registry.available():
+        on_this_machine().prepare(shape, plain, interleaved, build)
 
 
-def paged_attention(
-    window_queries: mx.array,
-    sink_queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    key_scales: mx.array | None,
-    value_scales: mx.array | None,
-    pages: mx.array,
-    state: mx.array,
-    dtype: mx.Dtype,
-) -> mx.array:
-    """See `reference.paged_attention`."""
-    implementation = on_this_machine() if registry.available() else reference
-    return implementation.paged_attention(
-        window_queries, sink_queries, keys, values, key_scales, value_scales, pages, state, dtype
-    )
+def way(shape: Shape, plain: str, build: Build) -> str:
+    """See `Dispatch.way`. Without Metal, `plain`."""
+    return on_this_machine().way(shape, plain, build) if registry.available() else plain
 
 
-def preferred(
-    pool: PagePool,
-    rows: int,
-    consecutive: bool,
-    *,
-    heads: int | None = None,
-    length: int | None = None,
-    batch: int = 1,
-) -> bool:
-    """Whether a kernel is to attend although the dense way could, being faster on this machine.
-
-    heads: the model's query heads, without which nothing is measured and the dense way taken. length: positions to
-    attend to, by default as many as the pool holds.
-    """
-    if heads is None or not registry.available():
-        return False
-    return on_this_machine().prefers_kernel(pool_shape(pool, rows, heads, length, batch), consecutive)
+def quantizing(kv_heads: int, rows: int, head_dim: int, dtype: mx.Dtype, interleaved: bool) -> Quantize:
+    """See `Dispatch.quantizing`. Without Metal, the twin."""
+    if not registry.available():
+        return reference.quantize_kv
+    return on_this_machine().quantizing(kv_heads, rows, head_dim, dtype, interleaved)

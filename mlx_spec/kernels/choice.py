@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
+from mlx_spec.errors import MLXSpecError
 from mlx_spec.remembered import Remembered
 
 Trial = Callable[[int], mx.array]
@@ -27,24 +28,36 @@ _logger = logging.getLogger("mlx_spec")
 def measure(trials: Mapping[str, Trial]) -> dict[str, float]:
     """Milliseconds per call of each trial: medians, the trials taking turns. One that fails is left out."""
     calls: dict[str, int] = {}
-    for name, trial in trials.items():
+    samples: dict[str, list[float]] = {}
+
+    def sample(name: str, count: int) -> float | None:
         try:
-            _seconds(trial, 1)  # compiles what it needs
-            calls[name] = max(1, min(_MOST_CALLS, int(_SAMPLE_SECONDS / max(_seconds(trial, 1), 1e-9))))
-        except (RuntimeError, MemoryError) as error:
+            return _seconds(trials[name], count) / count
+        except Exception as error:  # a kernel may fail in any way, which must not be the model's end
             _logger.info("cannot time %s: %s", name, error)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+            calls.pop(name, None)
+            samples.pop(name, None)
+            return None
+
+    for name in trials:
+        if sample(name, 1) is None:  # compiles what it needs
+            continue
+        seconds = sample(name, 1)
+        if seconds is not None:
+            calls[name], samples[name] = max(1, min(_MOST_CALLS, int(_SAMPLE_SECONDS / max(seconds, 1e-9)))), []
     for _ in range(_SAMPLES):
-        for name, count in calls.items():
-            samples[name].append(_seconds(trials[name], count) / count)
+        for name, count in list(calls.items()):
+            seconds = sample(name, count)
+            if seconds is not None:
+                samples[name].append(seconds)
     return {name: 1e3 * statistics.median(times) for name, times in samples.items()}
 
 
 def _seconds(trial: Trial, calls: int) -> float:
-    result = trial(calls)
+    """With the time that the host takes to build the calls: at decoding it adds to the GPU's."""
     mx.synchronize()
     started = time.perf_counter()
-    mx.eval(result)
+    mx.eval(trial(calls))
     mx.synchronize()
     return time.perf_counter() - started
 
@@ -64,6 +77,11 @@ class Choice:
         times = self.milliseconds(shape, trials, ways)
         return min(ways, key=lambda way: times.get(way, float("inf"))) if times else ways[-1]
 
+    def knows(self, shape: str, ways: tuple[str, ...]) -> bool:
+        """Whether `fastest` would answer at once."""
+        known = _times(self._memory.get(_SECTION, shape))
+        return len(ways) == 1 or all(way in known or (shape, way) in self._failed for way in ways)
+
     def milliseconds(
         self, shape: str, trials: Callable[[], Mapping[str, Trial]], ways: tuple[str, ...], *, again: bool = False
     ) -> dict[str, float]:
@@ -73,7 +91,10 @@ class Choice:
             missing = [way for way in ways if way not in known and (again or (shape, way) not in self._failed)]
             if missing:
                 # Against each other, not against those of another day.
-                known |= self._measure({way: trial for way, trial in trials().items() if way in ways})
+                try:
+                    known |= self._measure({way: trial for way, trial in trials().items() if way in ways})
+                except (RuntimeError, MemoryError, MLXSpecError) as error:  # no memory for what the trials need
+                    _logger.info("cannot time %s: %s", shape, error)
                 self._failed |= {(shape, way) for way in ways if way not in known}
                 self._memory.set(_SECTION, shape, known)
             return {way: known[way] for way in ways if way in known}

@@ -25,7 +25,7 @@ STORAGE = (mx.int8, mx.float16, mx.bfloat16, mx.float32)
 TYPES = (mx.float16, mx.bfloat16, mx.float32)
 """What a model may compute in."""
 MOST_ROWS = 16
-"""Rows per sequence these kernels are meant for; more give the right result, slowly."""
+"""Rows per sequence up to which kernels are timed; more give the right result, in more tiles."""
 
 AttentionKernel = Literal["vector", "tile"]
 Template = tuple[tuple[str, Any], ...]

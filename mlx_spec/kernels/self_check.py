@@ -181,6 +181,14 @@ class SelfCheck:
                     )  # fmt: skip
             return self._errors[variant.name] is None
 
+    def knows(self, variant: registry.Variant) -> bool:
+        """Whether `trusts` would answer at once."""
+        with self._lock:
+            if variant.name in self._errors:
+                return True
+            known = self._memory.get(_SECTION, f"{variant.name} {fingerprint()}")
+            return _endings(known) >= 2 or known == "ok" or (isinstance(known, str) and known.startswith("wrong: "))
+
     def examine(self, variant: registry.Variant, *, again: bool = False) -> str | None:
         """What is wrong with a variant, None if nothing is. `again`: whatever is remembered.
 

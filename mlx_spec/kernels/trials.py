@@ -1,5 +1,6 @@
-"""One layer's attention at a given shape, ready to be timed in each way. Knows shapes; nothing of models, and nothing
-of what is in the arrays: zeros."""
+"""What is timed to find the fastest way: the shapes of attention that stand for all others, the names of its ways, and
+the quantization of new rows. Knows shapes; nothing of models, nor how attention runs (`mlx_spec.attention` does).
+"""
 
 from __future__ import annotations
 
@@ -11,14 +12,10 @@ import mlx.core as mx
 
 from mlx_spec.kernels import reference, registry
 from mlx_spec.kernels.choice import Trial
-from mlx_spec.kernels.reference import PAGE
-from mlx_spec.rotary import RotaryRows
 
 _LENGTHS = (256, 1024, 4096, 16384)
 _MOST_BYTES = 32 * 2**20
 """Of keys and values: a trial must fit beside a model that fills the memory."""
-_EVERYTHING = 2**30
-"""As a window: no position is hidden."""
 
 DENSE, SCATTERED, VECTOR, TILE, GATHER = "dense", "scattered", "vector", "tile", "gather"
 KERNEL, PLAIN = "kernel", "plain"
@@ -47,10 +44,25 @@ class Shape:
     @property
     def bucket(self) -> Shape:
         """The shape that is measured in its place: a few stand for all."""
+        length = next((length for length in self._lengths if length >= self.length), self._lengths[-1])
+        rows = min(power_of_two(self.rows), registry.MOST_ROWS)
+        return replace(self, batch=power_of_two(self.batch), rows=rows, length=length)
+
+    @property
+    def buckets(self) -> list[Shape]:
+        """Those of all shapes that have no more rows and positions, and the same sequences."""
+        largest = self.bucket
+        return [
+            replace(largest, rows=rows, length=length)
+            for length in self._lengths
+            if length <= largest.length
+            for rows in powers_of_two(largest.rows)
+        ]
+
+    @property
+    def _lengths(self) -> list[int]:
         token_bytes = 2 * self.batch * self.kv_heads * self.head_dim * self.storage.size
-        fitting = [length for length in _LENGTHS if length * token_bytes <= _MOST_BYTES] or [_LENGTHS[0]]
-        length = next((length for length in fitting if length >= self.length), fitting[-1])
-        return replace(self, batch=power_of_two(self.batch), rows=power_of_two(self.rows), length=length)
+        return [length for length in _LENGTHS if length * token_bytes <= _MOST_BYTES] or [_LENGTHS[0]]
 
 
 def power_of_two(number: int) -> int:
@@ -58,55 +70,9 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def attention(shape: Shape, execute: registry.Execute = registry.execute) -> Mapping[str, Trial]:
-    """Each way from queries that are not rotated to what attention gives. Writing new keys is the same for all."""
-    batch, n, head_dim = shape.batch, shape.rows, shape.head_dim
-    pages = -(-shape.length // PAGE)
-    pool = (1, shape.kv_heads, batch * pages * PAGE, head_dim)
-    keys, values = mx.zeros(pool, shape.storage), mx.zeros(pool, shape.storage)
-    scales = [mx.ones(pool[:3], mx.float16)] * 2 if shape.storage == mx.int8 else [None, None]
-    tables = mx.arange(batch * pages, dtype=mx.int32).reshape(batch, pages)
-    length = max(n, shape.length)
-    state = mx.array([[length, 0, _EVERYTHING] + [0] * (reference.STATE_COLUMNS - 3)] * batch, mx.int32)
-    angles = RotaryRows(mx.ones((batch, 1, n, head_dim)), mx.zeros((batch, 1, n, head_dim)), False)
-    slots = mx.arange(pages * PAGE)
-
-    def paged(attend: Callable[..., mx.array], queries: mx.array) -> mx.array:
-        exact = queries.astype(mx.float32) * head_dim**-0.5
-        return attend(
-            angles.rotate(exact), angles.rotate(exact), keys, values, *scales, tables, state, shape.dtype
-        )  # fmt: skip
-
-    def dense(scattered: bool, queries: mx.array) -> mx.array:
-        rotated, outputs = angles.rotate(queries), []
-        for index in range(batch):
-            start = index * pages * PAGE
-            seen: slice | mx.array = slots + start if scattered else slice(start, start + shape.length)
-            read = []
-            for rows, scale in zip((keys, values), scales, strict=True):
-                part = rows[:, :, seen]
-                if scale is not None:
-                    part = (part.astype(mx.float32) * scale[:, :, seen, None]).astype(shape.dtype)
-                read.append(part)
-            outputs.append(
-                mx.fast.scaled_dot_product_attention(
-                    rotated[index : index + 1], *read, scale=head_dim**-0.5, mask="causal" if n > 1 else None
-                )
-            )
-        return outputs[0] if batch == 1 else mx.concatenate(outputs)
-
-    def kernel(kind: registry.AttentionKernel) -> Callable[..., mx.array]:
-        return functools.partial(registry.paged_attention, longest=length, kernel=kind, execute=execute)
-
-    steps: dict[str, Callable[[mx.array], mx.array]] = {
-        DENSE: functools.partial(dense, False),
-        SCATTERED: functools.partial(dense, True),
-        VECTOR: functools.partial(paged, kernel("vector")),
-        TILE: functools.partial(paged, kernel("tile")),
-        GATHER: functools.partial(paged, reference.paged_attention),
-    }
-    first = mx.zeros((batch, shape.heads, n, head_dim), shape.dtype)
-    return {name: functools.partial(_chained, step, first) for name, step in steps.items()}
+def powers_of_two(most: int) -> list[int]:
+    """From 1 to `most`, a power of two."""
+    return [1 << exponent for exponent in range(most.bit_length())]
 
 
 def quantization(
@@ -127,10 +93,11 @@ def quantization(
         PLAIN: reference.quantize_kv,
     }
     first = mx.zeros((batch, kv_heads, rows, head_dim), dtype)
-    return {name: functools.partial(_chained, functools.partial(step, way), first) for name, way in ways.items()}
+    return {name: functools.partial(chained, functools.partial(step, way), first) for name, way in ways.items()}
 
 
-def _chained(step: Callable[[mx.array], mx.array], first: mx.array, calls: int) -> mx.array:
+def chained(step: Callable[[mx.array], mx.array], first: mx.array, calls: int) -> mx.array:
+    """The last of so many steps, the first of which takes `first`."""
     result = first
     for _ in range(calls):
         result = step(result)
