@@ -60,6 +60,12 @@ class Remembered:
         self._lock = threading.Lock()
         self._values: dict[str, dict[str, Any]] | None = None
         self._complained = False
+        self._damage: str | None = None
+
+    @property
+    def damage(self) -> str | None:
+        """Which file was there and could not be used, and why; None if there was none or nothing was wrong with it."""
+        return self._damage
 
     def get(self, section: str, key: str) -> Any:
         """The value, which a file may have made of any JSON type; None if there is none."""
@@ -86,11 +92,26 @@ class Remembered:
             self._write({"machines": dict(kept)})
 
     def _read(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            if self._file is not None:
-                content = json.loads(self._file.read_text(encoding="utf-8"))
-                machines = content.get("machines") if isinstance(content, dict) else None
-                return machines if isinstance(machines, dict) else {}
+        if self._file is None:
+            return {}
+        try:
+            content = json.loads(self._file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            return self._damaged(f"cannot be read ({error.strerror or error})")
+        except (ValueError, RecursionError):
+            return self._damaged("is broken")
+        machines = content.get("machines") if isinstance(content, dict) else None
+        if not isinstance(machines, dict):
+            return self._damaged("is of another kind")
+        values = machines.get(self._machine, {})
+        if not isinstance(values, dict) or not all(isinstance(entries, dict) for entries in values.values()):
+            self._damaged("is broken in part")
+        return machines
+
+    def _damaged(self, how: str) -> dict[str, Any]:
+        self._damage = self._damage or f"{self._file} {how}"
         return {}
 
     def _write(self, content: dict[str, Any]) -> None:

@@ -1,0 +1,104 @@
+"""`mlx-spec calibrate`: measures what passes of a pair cost on this machine. Knows the options and what comes after
+what; measures and draws nothing itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+from mlx_spec import calibration_view, console
+from mlx_spec.cli.loading import check_models, is_here, kv_config
+from mlx_spec.cli.options import option, sink_count, window_size
+from mlx_spec.cli.outcome import TracebackOption
+from mlx_spec.config import DEFAULT_SINKS
+
+if TYPE_CHECKING:
+    from mlx_spec.loader import LoadedModel
+
+_MODEL, _MEMORY, _OUTPUT = "Models", "Memory", "Output"
+HELP = (
+    "Measure what passes of a model and its draft cost on this machine, which -k auto goes by.\n\n"
+    "Takes about ten seconds for each of three context lengths, and is remembered in your cache folder until chip, "
+    "system, MLX, model or memory settings change. Without it, a shorter measurement is part of the first answer."
+)
+
+
+def calibrate(
+    model: Annotated[str | None, option(
+        "--model", "-m", panel=_MODEL, metavar="MODEL",
+        help="Required: a name from `mlx-spec models` such as demo, org/name on the Hugging Face hub, "
+        "a directory, or a .gguf file.")] = None,
+    draft: Annotated[str | None, option(
+        "--draft", "-d", panel=_MODEL, metavar="MODEL",
+        help="The small model that drafts, given like --model; none measures the model alone. "
+        "Default: the draft that `mlx-spec models` lists for the model.")] = None,
+    storage: Annotated[str | None, option(
+        "--kv", panel=_MEMORY, metavar="STORAGE",
+        help="How the model's keys and values are kept: model or int8. Default: the model's own, else model.")] = None,
+    draft_storage: Annotated[str | None, option(
+        "--draft-kv", panel=_MEMORY, metavar="STORAGE",
+        help="The same for the draft. Default: the model's own, else model.")] = None,
+    window: Annotated[Any, option(
+        "--window", panel=_MEMORY, metavar="N", parser=window_size,
+        help="With the window that answers will have, or none. Default: the model's own, else none.")] = None,
+    sinks: Annotated[Any, option(
+        "--sinks", panel=_MEMORY, metavar="N", parser=sink_count,
+        help="With a window: the sinks that answers will have, a number or system. "
+        f"Default: the model's own, else {DEFAULT_SINKS}.")] = None,
+    as_json: Annotated[bool, option(
+        "--json", panel=_OUTPUT, help="Write one JSON object, times in seconds, instead of tables.")] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Measures and shows; see HELP."""
+    name = check_models(model, draft)
+    kv = kv_config(name, storage=storage, draft_storage=draft_storage, window=window, sinks=sinks)
+    with console.notes(shown=True):
+        target, small = _load(name, draft)
+        from mlx_spec import calibration, remembered
+
+        report = calibration_view.Report(
+            remembered.machine(), target.name, small.name if small else None, dataclasses.asdict(kv)
+        )
+        try:
+            with _progress() as progress:
+                for result in calibration.calibrate(target, small, kv, progress=progress):
+                    if isinstance(result, calibration.LeftOut):
+                        report.left_out.append(result)
+                    else:
+                        report.calibrations.append(result)
+        finally:
+            # Also after Ctrl-C: what was measured until then is remembered, and so shown.
+            if report.calibrations or report.left_out:
+                if as_json:
+                    console.write_json(report.as_dict())
+                else:
+                    calibration_view.show(report)
+
+
+def _load(model: str, draft: str | None) -> tuple[LoadedModel, LoadedModel | None]:
+    """Target and draft, or the draft that the catalogue has for the target."""
+    shown = all(is_here(name) for name in (model, draft) if name not in (None, "none"))
+    with console.loading(model, shown=shown):
+        from mlx_spec import loader
+
+        source = loader.resolve(model)
+        if draft is None and source.entry is not None:
+            draft = source.entry.draft
+        draft_source = None if draft in (None, "none") else loader.resolve(draft)  # before the large one is read
+        return loader.load(source), loader.load(draft_source) if draft_source else None
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What to call with what is done next. Shown on a terminal only, and clears itself."""
+    if console.is_plain(sys.stderr):
+        yield lambda what: None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    with Console(stderr=True, highlight=False).status("measuring") as status:
+        yield lambda what: status.update(f"measuring, {escape(what)}")

@@ -1,0 +1,309 @@
+"""What passes cost here: times those of a target and its draft the way the engine runs them. Knows contexts and the
+clock; nothing of who asks, nor of what is remembered."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.config import Sampling
+from mlx_spec.context import Context
+from mlx_spec.errors import MLXSpecError
+from mlx_spec.memory import available_memory
+from mlx_spec.sampling import distribution, draw
+from mlx_spec.speculation.costs import Costs
+from mlx_spec.speculation.verify import verify_block
+
+Progress = Callable[[str], None]
+"""Told what is timed next."""
+
+ROWS = tuple(range(1, 17))
+ROOM = 32
+"""Positions beyond its text that a context is taken to at most: those of the pass in which a draft catches up."""
+_NEEDED = (1, 2, 4)
+_TELLING = (1, 2, 4, 8, 3, 6, 16, 12, 5, 10, 14, 7, 9, 11, 13, 15)
+"""Rows, those first that say most about the others."""
+_CHAIN = 4
+"""Passes that follow one another in one sample."""
+_SAMPLES = 5
+_SLOW_SECONDS = 0.5
+"""A pass that takes so long is not warmed up: what is compiled at its first run is little of it."""
+_CLEARLY = 0.95
+_SAMPLING = Sampling(temperature=1.0)
+_FAILURES = (RuntimeError, MemoryError, MLXSpecError)
+"""How a pass ends for which there is no memory."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Seconds of passes after a text of `context_length` tokens, each a median."""
+
+    context_length: int
+    target: tuple[tuple[int, float], ...]
+    """(rows, seconds), rows ascending from 1. One row is plain decoding, with its next pass in flight."""
+    draft_lazily: float | None
+    """A draft step where each is built on the one before in flight; None if not measured."""
+    draft_synchronised: float | None
+    """A draft step where each token is waited for; None without a draft model."""
+    draft_row: float | None
+    """One more row in a draft pass of many; None if not measured."""
+    measured_at: str
+    """ISO 8601."""
+
+    @property
+    def chains_lazily(self) -> bool:
+        """Whether draft steps are clearly faster without a synchronisation after each. Where they are not, reading
+        every token costs nothing and tells when to stop."""
+        if self.draft_lazily is None or self.draft_synchronised is None:
+            return False
+        return self.draft_lazily < _CLEARLY * self.draft_synchronised
+
+    @property
+    def draft_step(self) -> float | None:
+        """A draft step the way it is run here; None without a draft model."""
+        return self.draft_lazily if self.chains_lazily else self.draft_synchronised
+
+    def costs(self) -> Costs:
+        """For a schedule. A row that was not measured is taken to cost a step: it never costs more."""
+        step = self.draft_step
+        return Costs(self.target, step, self.draft_row if self.draft_row is not None else step or 0.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; `from_json` reads it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Calibration | None:
+        """What `as_dict` gave, however it was kept meanwhile; None for anything else."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(value, dict) or sorted(value) != sorted(names):
+            return None
+        try:
+            target = tuple((_whole(rows, 1, ROWS[-1]), _seconds(seconds)) for rows, seconds in value["target"])
+            lazily, synchronised, row = (
+                None if value[name] is None else _seconds(value[name], or_none_at_all=name == "draft_row")
+                for name in ("draft_lazily", "draft_synchronised", "draft_row")
+            )
+            length, moment = _whole(value["context_length"], 0, 2**40), value["measured_at"]
+            datetime.fromisoformat(moment)
+            calibration = cls(length, target, lazily, synchronised, row, moment)
+            calibration.costs()
+        except (ValueError, TypeError):
+            return None
+        return calibration if synchronised is not None or (lazily is None and row is None) else None
+
+
+def _whole(value: Any, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(value)
+    return value
+
+
+def _seconds(value: Any, or_none_at_all: bool = False) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(value)
+    if value == 0 and not or_none_at_all:
+        raise ValueError(value)
+    return float(value)
+
+
+def measure(
+    target: Context,
+    draft: Context | None,
+    *,
+    rows: Iterable[int] = ROWS,
+    budget_seconds: float,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Time passes of contexts that hold a text, and leave the contexts as they were, however this ends.
+
+    rows: of the target's passes. Once `budget_seconds` are used up, what has not been timed is left out, but never
+    what a schedule cannot do without: 1, 2 and 4 rows and the draft's step. Passes for which there is no memory are
+    left out too, except the one over a single row. The contexts reach up to `ROOM` positions beyond their text.
+    Raises ValueError for a context that cannot be rewound.
+    """
+    if not all(context.can_rewind for context in (target, draft) if context is not None):
+        raise ValueError("only a context that can be rewound can be measured")
+    watch = _Stopwatch(budget_seconds, progress)
+    passes = _Passes(target)
+    one = _Trial("1 row", target, lambda: passes.plain(1), 1)
+    seconds = watch.sample(one)  # compiles what it needs
+    slow = seconds >= _SLOW_SECONDS
+    if slow:
+        seconds = watch.sample(one)
+        slow = seconds >= _SLOW_SECONDS
+    if slow:
+        watch.note(one, seconds)
+    else:
+        watch.first(_Trial("1 row", target, lambda: passes.plain(_CHAIN), _CHAIN), math.inf)
+
+    wanted = [count for count in _in_telling_order(rows) if 1 < count <= ROOM]
+    needed = [passes.verifying(count) for count in wanted if count in _NEEDED]
+    others = [passes.verifying(count) for count in wanted if count not in _NEEDED]
+    if draft is not None:
+        drafting = _Passes(draft)
+        steps = _CHAIN // 2 if slow else _CHAIN
+        needed.append(_Trial("draft, synchronised", draft, lambda: drafting.chain(steps, lazily=False), steps))
+        if _has_memory_for_chains(draft):
+            needed.append(_Trial("draft, lazily", draft, lambda: drafting.chain(steps, lazily=True), steps))
+        # Many rows: with few the difference drowns in the noise.
+        others.insert(1, _Trial("draft, catching up", draft, drafting.catch_up, 1, ROOM))
+    for trial in needed:
+        # A slow pass that took no longer than its rows one by one was not held up by compiling.
+        watch.first(trial, trial.rows * seconds if slow else 0.0)
+    for trial in others:
+        # Per row half a pass over one: more than on any machine known, except for the first few rows.
+        if watch.allows(seconds * max(1, trial.rows / 2)):
+            watch.first(trial, trial.rows * seconds if slow else 0.0)
+    watch.repeat()
+    times = watch.medians()
+    step, many = times.get("draft, synchronised"), times.get("draft, catching up")
+    measured = [(1, times["1 row"]), *((count, times.get(f"{count} rows")) for count in sorted(wanted))]
+    return Calibration(
+        context_length=target.length,
+        target=tuple((count, seconds) for count, seconds in measured if seconds is not None),
+        draft_lazily=times.get("draft, lazily") if step is not None else None,
+        draft_synchronised=step,
+        draft_row=None if many is None or step is None else max(0.0, many - step) / (ROOM - 1),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _in_telling_order(rows: Iterable[int]) -> list[int]:
+    return sorted(set(rows), key=lambda count: (_TELLING.index(count) if count in _TELLING else len(_TELLING), count))
+
+
+def _has_memory_for_chains(context: Context) -> bool:
+    """Whether each pass of a lazy chain may copy the cache, as it does where it is too large to be chained on."""
+    available = available_memory()
+    return context.chains_cheaply or available is None or (_CHAIN + 1) * context.nbytes < available
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Something to time: `passes` passes of `context` over `rows` rows."""
+
+    name: str
+    context: Context
+    run: Callable[[], object]
+    passes: int
+    rows: int = 1
+
+
+class _Passes:
+    """A context's passes as the engine runs them: from token ids to ids on the host."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._columns = context, context.vocabulary_size
+        # Spread over the vocabulary: rows of one token would all go to the same experts of a mixture.
+        self._tokens = mx.array([(index * 7919 + 13) % self._columns for index in range(ROOM)], mx.int32)
+        self._key = mx.random.key(0)
+        mx.eval(self._tokens, self._key)
+
+    def plain(self, steps: int) -> None:
+        """Plain decoding: the next pass is in flight while a token is read, where that is allowed."""
+        token, unread = self._tokens[:1], None
+        for _ in range(steps):
+            token = self._next(self._context.extend(token))
+            mx.async_eval(token)
+            if unread is not None:
+                unread.item()
+            unread = token if self._context.chains_cheaply else None
+            if unread is None:
+                token.item()
+        token.item()
+
+    def verifying(self, rows: int) -> _Trial:
+        """A pass over the newest token and drafts, and how many of these are accepted."""
+        tokens = self._tokens[:rows]
+
+        def verify() -> None:
+            target = distribution(self._context.extend(tokens), _SAMPLING, self._columns)  # (rows, vocabulary_size)
+            mx.eval(verify_block(target, target[:-1], tokens[1:], self._key))
+
+        return _Trial(f"{rows} rows", self._context, verify, 1, rows)
+
+    def chain(self, steps: int, *, lazily: bool) -> None:
+        """Tokens drafted one after the other."""
+        token = self._tokens[:1]
+        for _ in range(steps):
+            token = self._next(self._context.extend(token, rows=1))
+            if lazily:
+                mx.async_eval(token)
+            else:
+                mx.eval(token)
+        mx.eval(token)
+
+    def catch_up(self) -> None:
+        """A drafted token after many that were committed without this model."""
+        mx.eval(self._next(self._context.extend(self._tokens, rows=1)))
+
+    def _next(self, logits: mx.array) -> mx.array:
+        return draw(distribution(logits, _SAMPLING, self._columns), self._key)
+
+
+class _Stopwatch:
+    """Samples of trials, within a budget."""
+
+    def __init__(self, budget_seconds: float, progress: Progress | None) -> None:
+        self._deadline = perf_counter() + budget_seconds
+        self._progress = progress
+        self._samples: dict[_Trial, list[float]] = {}
+
+    def sample(self, trial: _Trial) -> float:
+        """Seconds per pass. The trial's context is left as it was."""
+        if self._progress is not None:
+            self._progress(trial.name)
+        context, length = trial.context, trial.context.length
+        mx.synchronize()
+        started = perf_counter()
+        try:
+            trial.run()
+            mx.synchronize()
+            return (perf_counter() - started) / trial.passes
+        finally:
+            context.rewind(length)
+            if length > 0:
+                context.evaluate()  # nothing lazy stays behind, which would belong to this thread
+
+    def note(self, trial: _Trial, seconds: float) -> None:
+        self._samples.setdefault(trial, []).append(seconds)
+
+    def first(self, trial: _Trial, believable: float) -> None:
+        """The first sample, after a run that compiles what it needs; that run itself where it took no more than
+        `believable` seconds a pass or there is no time for another. One that fails is left out, unless it is the first
+        of all."""
+        try:
+            seconds = self.sample(trial)
+            if seconds > believable and (self.allows(seconds * trial.passes) or not self._samples):
+                seconds = self.sample(trial)
+        except _FAILURES:
+            if not self._samples:
+                raise
+            return
+        self.note(trial, seconds)
+
+    def allows(self, seconds: float) -> bool:
+        """Whether so many more seconds are within the budget."""
+        return perf_counter() + seconds <= self._deadline
+
+    def repeat(self) -> None:
+        """More samples as far as there is time, the trials taking turns: a machine's speed drifts."""
+        for _ in range(_SAMPLES - 1):
+            for trial, seconds in list(self._samples.items()):
+                if self.allows(seconds[-1] * trial.passes):
+                    try:
+                        self.note(trial, self.sample(trial))
+                    except _FAILURES:
+                        return
+
+    def medians(self) -> dict[str, float]:
+        return {trial.name: statistics.median(seconds) for trial, seconds in self._samples.items()}
