@@ -54,24 +54,17 @@ class Pair:
     def sample(self, law: Verify, drafts: Drafts, length: int, samples: int, seed: int) -> np.ndarray:
         """How often each first `length` tokens came, (size ** length,), over as many rounds as that takes."""
         key = mx.random.key(seed)
-        emitted = np.zeros((samples, 0), int)
-        unfinished = np.full((samples, length), -1)
-        for _ in range(length):
-            held = (unfinished >= 0).sum(axis=1)
-            rows = np.flatnonzero(held < length)
-            if not len(rows):
-                break
-            nodes = np.zeros(len(rows), int)
-            for place in range(length):
-                token = unfinished[rows, place]
+        tokens = np.full((samples, length), -1)
+        while (unfinished := np.flatnonzero(tokens[:, -1] < 0)).size:
+            held = (tokens[unfinished] >= 0).sum(axis=1)
+            nodes = np.zeros(len(unfinished), int)
+            for token in tokens[unfinished].T:
                 nodes = np.where(token >= 0, nodes * self.size + 1 + token, nodes)
             key, round_key = mx.random.split(key)
-            emitted = self._round(law, drafts, nodes, round_key)
-            for place in range(emitted.shape[1]):
-                fits = (emitted[:, place] >= 0) & (held[rows] + place < length)
-                unfinished[rows[fits], held[rows[fits]] + place] = emitted[fits, place]
-        assert (unfinished >= 0).all()
-        cells = unfinished @ self.size ** np.arange(length)[::-1]
+            for place, token in enumerate(self._round(law, drafts, nodes, round_key).T):
+                fits = (token >= 0) & (held + place < length)
+                tokens[unfinished[fits], held[fits] + place] = token[fits]
+        cells = tokens @ self.size ** np.arange(length)[::-1]
         return np.bincount(cells, minlength=self.size**length)
 
     def accepted(self, law: Verify, k: int, samples: int, seed: int) -> float:

@@ -55,8 +55,8 @@ def verify_block(target: mx.array, draft: mx.array, tokens: mx.array, key: mx.ar
     left = mx.maximum(weight[1:k, None] * target[1:k] - draft[1:], 0).sum(axis=-1)  # (k - 1,)
     left = mx.concatenate([left, weight[k:]])  # (k,): nothing is to be subtracted after the last draft
     uniform = mx.random.uniform(shape=(k,), key=accept_key)
-    # The second test keeps rounding from rejecting a prefix that is accepted for certain.
-    accepts = (uniform * (left + 1 - weight[1:]) < left) | (weight[1:] >= 1)
+    # 0 < 0 where the row after a prefix is the draft's own: then what is drafted next is accepted, and the prefix too.
+    accepts = uniform * (left + 1 - weight[1:]) < left
     accepted = mx.where(accepts, mx.arange(1, k + 1), 0).max()
     next_token = _draw_next(target, draft, accepted, mx.take(weight, accepted, axis=0), next_key)
     return accepted.astype(mx.int32), next_token
