@@ -42,7 +42,7 @@ def save(name: str, results: dict[str, Any], where: Path | None) -> None:
     """Write results, with machine and command line, as JSON."""
     path = where or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = f"python benchmarks/{name}.py"
+    command = f"python benchmarks/{Path(sys.argv[0]).name}"
     # Models are named by their directories; where those are on this machine is nobody's concern.
     arguments = [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv[1:]]
     document = {"command": " ".join([command, *arguments]), "machine": machine(), **results}

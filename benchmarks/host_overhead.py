@@ -27,7 +27,7 @@ from mlx_spec.architectures import model_classes
 from mlx_spec.architectures.paged import PagedModel
 from mlx_spec.config import Sampling
 from mlx_spec.engine import Decoding
-from mlx_spec.speculation import DraftModel
+from mlx_spec.speculation import Drafting, DraftModel, FixedSchedule
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 80, "intermediate_size": 256,
@@ -57,17 +57,17 @@ def ours(target: PagedModel, draft: PagedModel | None, k: int, rounds: int) -> t
     """(host seconds, wall seconds) per round."""
     sampling = Sampling()
     size = CONFIG["vocab_size"]
-    drafter = DraftModel(draft.new_context(), sampling, size) if draft else None
     context = target.new_context()
-    decoding = Decoding(list(PROMPT), context, drafter, sampling=sampling, seed=0, vocabulary_size=size)
+    drafting = draft and Drafting(FixedSchedule(k), model=DraftModel(draft.new_context(), sampling, size))
+    decoding = Decoding(list(PROMPT), context, drafting, sampling=sampling, seed=0, vocabulary_size=size)
     decoding.prefill()
-    steps = decoding.rounds(draft_tokens=k, limit=None)
+    steps = decoding.rounds(limit=None)
     next(steps)
     result = timed(lambda: next(steps), rounds)
     steps.close()
     context.close()
-    if drafter:
-        drafter.close()
+    if drafting:
+        drafting.close()
     return result
 
 

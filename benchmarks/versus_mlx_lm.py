@@ -1,17 +1,21 @@
-"""Tokens per target pass and decoding speed against mlx-lm, plain and speculative, on a real pair.
+"""Decoding speed and tokens per target pass against mlx-lm, plain and speculative, on a real pair.
 
-    python benchmarks/versus_mlx_lm.py -m TARGET -d DRAFT [-k 3] [--tokens 40] [--temperatures 0 1] [--output FILE]
+    python benchmarks/versus_mlx_lm.py -m TARGET -d DRAFT [-k 1 2 3] [--tokens 48] [--temperatures 0 1] [--kinds ...]
 
-TARGET and DRAFT are directories in the hub's layout. Every way decodes every prompt in turn within one run, so that
-ratios hold while the machine's speed drifts; caches start cold, the prompt is read before the clock starts. A target
-pass is a decoding pass. Both runtimes compute with the same weights in the same type.
+TARGET and DRAFT are directories in the hub's layout. Ways: mlx-lm plain and with each K; mlx-spec with K auto as a user
+gets it, and with the same drafter and K as mlx-lm, for tokens per pass. Every way decodes every prompt in turn within
+one run, so that ratios hold while the machine's speed drifts, in another order for each prompt. Each runtime reads a
+prompt once; every way starts from a copy of that, before the clock starts, and so does the measuring of passes for K
+auto. A target pass is a decoding pass. Both runtimes compute with the same weights in the same type. The tokens of
+"mlx-spec auto" are kept for `projection.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import exp, log
 from pathlib import Path
@@ -24,20 +28,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load as load_reference
 
-from mlx_spec import LLM, Sampling
+from mlx_spec import LLM, Sampling, Speculation
+from mlx_spec.bench.prompts import KINDS, PROMPTS
+from mlx_spec.context import prefill
 from mlx_spec.engine import Decoding
 from mlx_spec.runtime import load
-from mlx_spec.speculation import DraftModel
-
-PROMPTS = {
-    "code": "Write a Python class `Stack` with push, pop, peek and __len__, with type hints and docstrings.",
-    "json": "List the eight planets as a JSON array of objects with the keys name, moons and diameter_km. "
-    "Answer with the JSON only.",
-    "prose": "Tell a short story about a lighthouse keeper who finds a letter in a bottle.",
-    "edit": "Rename the variable `x` to `total` in this function and answer with the whole function only:\n\n"
-    "def add_all(numbers):\n    x = 0\n    for number in numbers:\n        if number is not None:\n"
-    "            x = x + number\n    print('sum is', x)\n    return x\n",
-}
 
 
 @dataclass
@@ -47,6 +42,9 @@ class Run:
     seconds: float
     processor_seconds: float
     """Of all threads: unlike `seconds`, hardly longer when something else runs on the machine."""
+    emitted: list[int]
+    rounds: list[tuple[str | None, int, int]]
+    """Ours: who drafted, how many tokens, how many were accepted."""
 
     @property
     def tokens_per_pass(self) -> float:
@@ -61,40 +59,57 @@ class Run:
         return self.tokens / self.processor_seconds
 
 
-class Ours:
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+class OurPrompt:
+    """A prompt read by both models."""
 
-    def __call__(self, prompt: list[int], temperature: float, k: int, count: int, seed: int) -> Run:
-        llm, sampling = self._llm, Sampling(temperature=temperature)
+    def __init__(self, llm: LLM, prompt: list[int]) -> None:
         assert llm._draft is not None
-        target, size = llm._target.new_context(), llm.vocabulary_size
-        draft = DraftModel(llm._draft.new_context(), sampling, size) if k else None
-        decoding = Decoding(list(prompt), target, draft, sampling=sampling, seed=seed, vocabulary_size=size)
-        decoding.prefill()
+        self.llm, self.prompt = llm, prompt
+        self.target, self.draft = llm._target.new_context(), llm._draft.new_context()
+        for context in (self.target, self.draft):
+            prefill(context, prompt)
+
+    def decode(self, speculation: Speculation, temperature: float, count: int) -> Run:
+        llm, sampling = self.llm, Sampling(temperature=temperature)
+        target, size, drafters = self.target.fork(), llm.vocabulary_size, llm._drafters
+        drafting = drafters.start(drafters.chosen(speculation), speculation.verification, sampling, 0, size)
+        assert drafting is not None
+        if drafting.model is not None:
+            drafting.model.context = self.draft.fork()
+        decoding = Decoding(list(self.prompt), target, drafting, sampling=sampling, seed=0, vocabulary_size=size)
+        drafters.schedule(drafting, speculation, target, count)
         started = clocks()
-        rounds = list(decoding.rounds(draft_tokens=k, limit=count, end_tokens=llm.tokenizer.end_tokens))
+        rounds = list(decoding.rounds(limit=count, end_tokens=llm.tokenizer.end_tokens))
         elapsed = since(started)
         target.close()
-        if draft:
-            draft.close()
-        return Run(sum(len(r.tokens) for r in rounds), len(rounds), *elapsed)
+        drafting.close()
+        log = [(r.drafter, r.drafted, r.accepted) for r in rounds]
+        return Run(sum(len(r.tokens) for r in rounds), len(rounds), *elapsed, decoding.tokens[len(self.prompt) :], log)
+
+    def close(self) -> None:
+        self.target.close()
+        self.draft.close()
 
 
-class Theirs:
-    def __init__(self, target: Any, draft: Any, end_tokens: frozenset[int]) -> None:
-        self._target, self._draft, self._end_tokens = target, draft, end_tokens
+class TheirPrompt:
+    """A prompt read by both models, with mlx-lm."""
 
-    def __call__(self, prompt: list[int], temperature: float, k: int, count: int, seed: int) -> Run:
-        mx.random.seed(seed)
-        sampler = make_sampler(temp=temperature)
-        caches = []
-        for model in (self._target, self._draft) if k else (self._target,):
+    def __init__(self, target: Any, draft: Any, end_tokens: frozenset[int], prompt: list[int]) -> None:
+        self._target, self._draft, self._end_tokens, self._prompt = target, draft, end_tokens, prompt
+        self._caches = []
+        for model in (target, draft):
             cache = make_prompt_cache(model)
             for start in range(0, len(prompt) - 1, 64):
                 model(mx.array([prompt[start : min(start + 64, len(prompt) - 1)]]), cache=cache)
                 mx.eval([c.state for c in cache])
-            caches += cache
+            self._caches.append(cache)
+
+    def decode(self, k: int, temperature: float, count: int) -> Run:
+        """k 0: without the draft."""
+        prompt = self._prompt
+        mx.random.seed(0)
+        sampler = make_sampler(temp=temperature)
+        caches = [c for cache in copy.deepcopy(self._caches[: 2 if k else 1]) for c in cache]
         last = mx.array(prompt[-1:])
         started = clocks()
         steps: Iterator[tuple[int, bool]]
@@ -113,13 +128,14 @@ class Theirs:
                     last, self._target, max_tokens=count, sampler=sampler, prompt_cache=caches
                 )
             )
-        tokens, passes, from_draft = 0, 0, False
+        tokens: list[int] = []
+        passes, from_draft = 0, False
         for token, from_draft in steps:
-            tokens += 1
+            tokens.append(token)
             passes += not from_draft
             if token in self._end_tokens:
                 break
-        return Run(tokens, passes + from_draft, *since(started))
+        return Run(len(tokens), passes + from_draft, *since(started), tokens, [])
 
 
 def clocks() -> tuple[float, float]:
@@ -134,74 +150,86 @@ def geometric_mean(values: list[float]) -> float:
     return exp(sum(log(value) for value in values) / len(values))
 
 
-def summarised(rows: list[dict[str, Any]], k: int) -> dict[str, dict[str, float]]:
-    """Per temperature, ratios as geometric means over the prompts."""
-    summary = {}
-    for temperature in sorted({row["temperature"] for row in rows}):
-        chosen = [row["runs"] for row in rows if row["temperature"] == temperature]
+def summarised(rows: list[dict[str, Any]], ks: list[int]) -> dict[str, Any]:
+    """Ratios as geometric means over prompts: of each temperature, of each kind, and of all."""
+    summary: dict[str, Any] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        for heading in (f"temperature {row['temperature']:g}", row["kind"]):
+            groups.setdefault(heading, []).append(row)
+    for heading, chosen in [*sorted(groups.items()), ("all", rows)]:
+        runs = [row["runs"] for row in chosen]
 
-        def ratio(of: str, a: str, b: str, chosen: Any = chosen) -> float:
-            return geometric_mean([getattr(Run(**runs[a]), of) / getattr(Run(**runs[b]), of) for runs in chosen])
+        def ratio(of: str, a: str, b: str, runs: Any = runs) -> float:
+            return geometric_mean([getattr(Run(**run[a]), of) / getattr(Run(**run[b]), of) for run in runs])
 
-        ours, theirs = f"mlx-spec K={k}", f"mlx-lm K={k}"
         figures = {}
         for label, of in (("tok/s", "tokens_per_second"), ("tok per processor second", "tokens_per_processor_second")):
-            figures |= {
-                f"{label}: mlx-spec plain / mlx-lm plain": ratio(of, "mlx-spec plain", "mlx-lm plain"),
-                f"{label}: {ours} / {theirs}": ratio(of, ours, theirs),
-                f"{label}: {ours} / mlx-lm plain": ratio(of, ours, "mlx-lm plain"),
-                f"{label}: {theirs} / mlx-lm plain": ratio(of, theirs, "mlx-lm plain"),
-            }
-        for way in (ours, theirs):
-            figures[f"tokens per pass: {way}"] = ratio("tokens_per_pass", way, "mlx-lm plain")
-        summary[f"temperature {temperature:g}"] = figures
+            figures[f"{label}: mlx-spec auto / mlx-lm plain"] = ratio(of, OURS, PLAIN)
+            best = max((ratio(of, f"mlx-lm K={k}", PLAIN), k) for k in ks)[1]
+            figures[f"{label}: mlx-lm at its best K / mlx-lm plain"] = ratio(of, f"mlx-lm K={best}", PLAIN)
+            figures[f"{label}: mlx-spec auto / mlx-lm at its best K"] = ratio(of, OURS, f"mlx-lm K={best}")
+            figures[f"{label}: mlx-lm's best K"] = best
+        for way in runs[0]:
+            figures[f"tokens per pass: {way}"] = ratio("tokens_per_pass", way, PLAIN)
+        same = f"K={ks[-1]}"
+        figures[f"tokens per pass, {same}: mlx-spec / mlx-lm"] = ratio(
+            "tokens_per_pass", f"mlx-spec {same}", f"mlx-lm {same}"
+        )
+        summary[heading] = figures
     return summary
+
+
+PLAIN, OURS = "mlx-lm plain", "mlx-spec auto"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", type=Path, required=True)
     parser.add_argument("-d", "--draft", type=Path, required=True)
-    parser.add_argument("-k", "--draft-tokens", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("-k", "--draft-tokens", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--kinds", nargs="+", choices=PROMPTS, default=list(PROMPTS))
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
 
     llm = load(options.model, options.draft)
     target, _ = load_reference(str(options.model))
     draft, _ = load_reference(str(options.draft))
-    ours, theirs = Ours(llm), Theirs(target, draft, llm.tokenizer.end_tokens)
-    k = options.draft_tokens
-    ways: dict[str, Callable[..., Run]] = {
-        "mlx-lm plain": lambda *a: theirs(*a[:2], 0, *a[2:]),
-        "mlx-spec plain": lambda *a: ours(*a[:2], 0, *a[2:]),
-        f"mlx-lm K={k}": lambda *a: theirs(*a[:2], k, *a[2:]),
-        f"mlx-spec K={k}": lambda *a: ours(*a[:2], k, *a[2:]),
-    }
-    models = {"target": options.model.name, "draft": options.draft.name, "draft_tokens": k, "tokens": options.tokens}
+    ks = options.draft_tokens
+    end_tokens = llm.tokenizer.end_tokens
+    theirs = {PLAIN: 0} | {f"mlx-lm K={k}": k for k in ks}
+    ours = {f"mlx-spec K={ks[-1]}": Speculation(ks[-1], drafter="model"), OURS: Speculation()}
+    models = {"target": options.model.name, "draft": options.draft.name, "tokens": options.tokens}
     rows: list[dict[str, Any]] = []
-    for repeat in range(options.repeats):
+    names = [*theirs, *ours]
+    for kind in options.kinds:
+        text = min((p.text for p in PROMPTS if p.kind == kind), key=len)
+        prompt = llm.tokenizer.chat([{"role": "user", "content": text}])
+        read_by_us, read_by_them = OurPrompt(llm, prompt), TheirPrompt(target, draft, end_tokens, prompt)
         for temperature in options.temperatures:
-            for kind in options.kinds:
-                prompt = llm.tokenizer.chat([{"role": "user", "content": PROMPTS[kind]}])
-                runs = {name: way(prompt, temperature, options.tokens, repeat) for name, way in ways.items()}
-                rows.append({"kind": kind, "temperature": temperature, "repeat": repeat, "prompt_tokens": len(prompt),
-                             "runs": {name: asdict(run) for name, run in runs.items()}})  # fmt: skip
-                figures = "   ".join(
-                    f"{name} {run.tokens_per_second:5.2f} tok/s {run.tokens_per_pass:4.2f}/pass"
-                    for name, run in runs.items()
-                )
-                print(f"{kind:6} t={temperature:g}  {figures}", flush=True)
-
-                # After each prompt: an interrupted run keeps what was measured.
-                save("versus_mlx_lm", {"models": models, "summary": summarised(rows, k), "rows": rows}, options.output)
-    for heading, figures in summarised(rows, k).items():
+            runs: dict[str, Run] = {}
+            turn = len(rows) % len(names)
+            for name in names[turn:] + names[:turn]:
+                if name in ours:
+                    runs[name] = read_by_us.decode(ours[name], temperature, options.tokens)
+                else:
+                    runs[name] = read_by_them.decode(theirs[name], temperature, options.tokens)
+            rows.append({"kind": kind, "temperature": temperature, "prompt": prompt,
+                         "runs": {name: asdict(runs[name]) for name in names}})  # fmt: skip
+            figures = "   ".join(
+                f"{name} {run.tokens_per_second:5.2f} tok/s {run.tokens_per_pass:4.2f}/pass"
+                for name, run in sorted(runs.items())
+            )
+            print(f"{kind:9} t={temperature:g}  {figures}", flush=True)
+            # After each prompt: an interrupted run keeps what was measured.
+            save("versus_mlx_lm", {"models": models, "summary": summarised(rows, ks), "rows": rows}, options.output)
+        read_by_us.close()
+    for heading, figures in summarised(rows, ks).items():
         print(f"\n{heading} (geometric means over prompts)")
         for name, value in figures.items():
-            print(f"  {name:52} {value:.3f}")
+            print(f"  {name:60} {value:.3f}")
 
 
 if __name__ == "__main__":

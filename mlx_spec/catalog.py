@@ -116,7 +116,8 @@ def _read(file: Path) -> Entry:
     adjustable = [f.name for f in dataclasses.fields(Sampling)
                   if f.name not in ("logit_bias", "seed", "top_logprobs")]
     sampling = table.table("sampling").numbers(Sampling, adjustable)
-    speculation = table.table("speculation").numbers(Speculation, ["draft_tokens"])
+    speculation = table.table("speculation")
+    speculation.only([f.name for f in dataclasses.fields(Speculation)])
     template = table.table("template").values
     for key, value in template.items():
         if not isinstance(value, bool | int | float | str):
@@ -124,7 +125,7 @@ def _read(file: Path) -> Entry:
     kv = table.table("kv")
     kv.only([f.name for f in dataclasses.fields(KVConfig)])
     try:
-        checked_sampling, checked_speculation = Sampling(**sampling), Speculation(**speculation)
+        checked_sampling, checked_speculation = Sampling(**sampling), Speculation(**speculation.values)
         checked_kv = KVConfig(**kv.values)
     except BadConfig as error:
         raise BadConfig(f"{file}: {error}") from error
@@ -137,7 +138,7 @@ def _read(file: Path) -> Entry:
         sampling=checked_sampling,
         speculation=checked_speculation,
         kv=checked_kv,
-        defaults=MappingProxyType({**sampling, **speculation, **kv.values}),
+        defaults=MappingProxyType({**sampling, **speculation.values, **kv.values}),
         template=MappingProxyType(template),
     )
 

@@ -30,6 +30,10 @@ def _require_whole(inside: Callable[[Any], bool], name: str, value: object, acce
     _require(inside(value), name, value, accepted)
 
 
+def _require_one_of(accepted: tuple[str, ...], name: str, value: object) -> None:
+    _require(value in accepted, name, value, f"{', '.join(accepted[:-1])} or {accepted[-1]}")
+
+
 def token_id(value: Any) -> int | None:
     """`value` as a token id, whichever type of whole number it is; None if it is none."""
     try:
@@ -92,15 +96,43 @@ class Sampling:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+DRAFTERS = ("model", "lookup", "hybrid", "none")
+VERIFICATIONS = ("token", "block")
+MOST_DRAFT_TOKENS = 64
+"""K is never more."""
+
+
 @dataclass(frozen=True)
 class Speculation:
-    """How far the draft runs ahead."""
+    """Who drafts, how far ahead, and how the target decides."""
 
-    draft_tokens: int = 3
-    """K: tokens drafted per target pass; 0 is plain decoding."""
+    draft_tokens: int | Literal["auto"] = "auto"
+    """K: tokens drafted per target pass; 0 is plain decoding. "auto" picks K for each pass from what passes cost on
+    this machine and from what was accepted so far in this request."""
+    drafter: str | None = None
+    """"model": the draft model; "lookup": what followed the same tokens earlier in prompt and answer, at no cost
+    (Saxena 2023, prompt lookup decoding); "hybrid": lookup where it finds enough, else the model; "none": plain
+    decoding. None is hybrid with a draft model and lookup without."""
+    verification: str = "block"
+    """"token": accept drafted tokens one after the other (Leviathan et al. 2023); "block": together, never fewer on
+    average (Sun et al. 2024). Both leave the target's distribution as it is."""
+    most_draft_tokens: int = 15
+    """What K "auto" never exceeds; 15 is as far as passes are measured."""
 
     def __post_init__(self) -> None:
-        _require_whole(lambda k: 0 <= k <= 64, "draft_tokens", self.draft_tokens, "0 (no speculation) to 64")
+        most = MOST_DRAFT_TOKENS
+        if self.draft_tokens != "auto":
+            _require_whole(lambda k: 0 <= k <= most, "draft_tokens", self.draft_tokens,
+                           f"0 (no speculation) to {most}, or auto")
+        if self.drafter is not None:
+            _require_one_of(DRAFTERS, "drafter", self.drafter)
+        _require_one_of(VERIFICATIONS, "verification", self.verification)
+        _require_whole(lambda k: 1 <= k <= 15, "most_draft_tokens", self.most_draft_tokens, "1 to 15")
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is to be drafted."""
+        return self.draft_tokens == 0 or self.drafter == "none"
 
 
 STORAGES = ("model", "int8")
@@ -123,7 +155,7 @@ class KVConfig:
 
     def __post_init__(self) -> None:
         for name in ("storage", "draft_storage"):
-            _require(getattr(self, name) in STORAGES, name, getattr(self, name), " or ".join(STORAGES))
+            _require_one_of(STORAGES, name, getattr(self, name))
         if self.sinks is not None and self.sinks != "system":
             _require_whole(lambda n: 0 <= n <= 65536, "sinks", self.sinks, "0 to 65536, or system")
         if self.window is None:
@@ -141,5 +173,5 @@ class KVConfig:
 DEFAULT_SINKS = 4
 """As many as the paper needs for a stream to stay fluent."""
 
-SMALLEST_WINDOW = 65
-"""Positions of the longest round: 64 drafts and the token before them."""
+SMALLEST_WINDOW = MOST_DRAFT_TOKENS + 1
+"""Positions of the longest round: the drafts and the token before them."""

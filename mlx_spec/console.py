@@ -179,7 +179,14 @@ def statistics_line(statistics: Statistics) -> str:
     if statistics.tokens_per_pass is not None:
         parts.append(f"{statistics.tokens_per_pass:.2f} tokens per target pass")
     if statistics.acceptance_rate is not None:
-        parts.append(f"{statistics.acceptance_rate:.0%} of {statistics.drafted} drafts accepted")
+        parts.append(f"{statistics.acceptance_rate:.0%} of {statistics.drafted} drafts accepted{_by(statistics)}")
+    if statistics.drafter != "none" and statistics.draft_tokens == "auto" and statistics.passes_by_draft_tokens:
+        ks = statistics.passes_by_draft_tokens
+        parts.append(f"K {min(ks)} to {max(ks)}" if len(ks) > 1 else f"K {min(ks)}")
+    if statistics.parked_passes:
+        parts.append(f"{statistics.parked_passes} of {_count(statistics.target_passes, 'pass', 'passes')} parked")
+    if statistics.calibration_seconds:
+        parts.append(f"passes measured in {statistics.calibration_seconds:.2f} s")
     parts.append(f"prefill {statistics.prefill_seconds:.2f} s ({_count(statistics.prompt_tokens, 'token')})")
     parts.append(f"peak memory {size(statistics.peak_memory_bytes)}")
     return ", ".join(parts)
@@ -193,8 +200,14 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _by(statistics: Statistics) -> str:
+    """Whose drafts they were, where that is not clear."""
+    parts = [f"{name} {part.accepted} of {part.drafted}" for name, part in sorted(statistics.by_drafter.items())]
+    return f" ({', '.join(parts)})" if statistics.drafter == "hybrid" else ""
+
+
+def _count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
 def _figures(value: float) -> str:

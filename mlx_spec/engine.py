@@ -6,7 +6,7 @@ pass; the draft the same, but one fewer after a round that accepted every draft,
 together with the next one, since a pass of two rows costs less than two passes.
 
 One host synchronisation per round: everything up to the accepted count and the next token is one graph. (A draft whose
-cache is too large to chain passes on adds one per drafted token.)
+cache is too large to chain passes on, or that may stop early, adds one per drafted token.)
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.config import Sampling
+from mlx_spec.config import MOST_DRAFT_TOKENS, Sampling
 from mlx_spec.context import Context, prefill
 from mlx_spec.errors import MLXSpecError
 from mlx_spec.sampling import count_tokens, distribution, draw, log_probabilities
-from mlx_spec.speculation import DraftModel, verify_tokenwise
+from mlx_spec.speculation import Drafter, Drafting, Plan
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Round:
     drafted: int
     accepted: int
     """Drafts the target accepted, before any stop cut the round short."""
+    drafter: Drafter | None
+    """Who drafted; None in a plain round."""
+    parked: bool
+    """Whether it was plain because speculation could not win."""
     logprobs: list[TokenLogprobs] | None
     ended: bool
     """Whether an end token, or `keep`, ended the generation."""
@@ -52,27 +56,29 @@ class Round:
 class _Flight:
     """A round that has been dispatched: device arrays only."""
 
+    plan: Plan | None
     drafted: int  # k
+    confidences: tuple[float, ...]
     packed: mx.array  # (k + 3,): whether the logits are numbers, accepted count, next token, drafts
     next_token: mx.array  # (1,)
     logprobs: tuple[mx.array, mx.array, mx.array] | None  # of each emitted token, and of the top n: ids, values
 
 
 class Decoding:
-    """One generation: a target context, perhaps a draft, the committed tokens, and the sampling settings."""
+    """One generation: a target context, perhaps drafters, the committed tokens, and the sampling settings."""
 
     def __init__(
         self,
         tokens: list[int],
         target: Context,
-        draft: DraftModel | None,
+        drafting: Drafting | None,
         *,
         sampling: Sampling,
         seed: int,
         vocabulary_size: int,
     ) -> None:
-        """tokens: the committed sequence, at first the prompt; extended in place. Both contexts hold a prefix of it."""
-        self.tokens, self.target, self.draft = tokens, target, draft
+        """tokens: the committed sequence, at first the prompt; extended in place. The contexts hold a prefix of it."""
+        self.tokens, self.target, self.drafting = tokens, target, drafting
         self._sampling, self._vocabulary_size = sampling, vocabulary_size
         self._key = mx.random.key(seed)
         self._seen: mx.array | None = None  # (1, vocabulary_size)
@@ -80,20 +86,19 @@ class Decoding:
     def prefill(self, progress: Callable[[int], None] | None = None) -> None:
         """Read the prompt, all but its last token, with the target and then with the draft."""
         prefill(self.target, self.tokens, progress)
-        if self.draft is not None:
-            self.draft.prefill(self.tokens, progress)
+        if self.drafting is not None:
+            self.drafting.prefill(self.tokens, progress)
 
     def rounds(
         self,
         *,
-        draft_tokens: int,
         limit: int | None,
         end_tokens: Collection[int] = (),
         keep: Callable[[Sequence[int]], int | None] = lambda tokens: None,
     ) -> Generator[Round, None, None]:
         """Generate until an end token, until `keep` says so, or until `limit` tokens have been committed.
 
-        draft_tokens: K, tokens drafted per round. keep(tokens) sees each round's tokens, an end token included, and
+        keep(tokens) sees each round's tokens, an end token included, and
         returns how many of them to keep if generation ends there, else None.
         Raises MLXSpecError where the target's logits are no numbers.
         """
@@ -104,11 +109,14 @@ class Decoding:
         try:
             while left is None or left > 0:
                 if flight is None:
-                    flight = self._dispatch(self._drafts(draft_tokens, left), None)
+                    flight = self._dispatch(self._plan(left), None)
                 current, flight = flight, None
-                if current.drafted == 0 and self._may_run_ahead(draft_tokens, left):
-                    flight = self._dispatch(0, current.next_token)
+                if current.plan is None and self._may_run_ahead(left):
+                    flight = self._dispatch(None, current.next_token)
                 tokens, accepted, logprobs = self._read(current)
+                parked = self.drafting is not None and current.plan is None and self.drafting.parked
+                if self.drafting is not None:
+                    self.drafting.observe(current.plan, current.drafted, accepted, current.confidences)
                 counted = flight is not None  # the pass ahead has counted the token already
                 kept, ended = _cut(tokens, end_tokens, keep)
                 self._commit(kept, counted)
@@ -118,38 +126,41 @@ class Decoding:
                     self.target.settle(len(self.tokens) - 1)
                 if left is not None:
                     left -= len(kept)
-                yield Round(kept, current.drafted, accepted, logprobs and logprobs[: len(kept)], ended)
+                drafter = current.plan.offer.drafter if current.plan is not None else None
+                emitted = logprobs and logprobs[: len(kept)]
+                yield Round(kept, current.drafted, accepted, drafter, parked, emitted, ended)
                 if ended:
                     return
         finally:
             self._rewind()
 
-    def _drafts(self, draft_tokens: int, left: int | None) -> int:
-        """How many tokens this round may draft: the target always adds one of its own."""
-        if self.draft is None or not (self.target.can_rewind and self.draft.context.can_rewind):
-            return 0
-        allowed = min(draft_tokens, self.draft.room(len(self.tokens)))
-        return allowed if left is None else min(allowed, left - 1)
+    def _plan(self, left: int | None) -> Plan | None:
+        """What to draft now, while `left` tokens may still be committed: the target always adds one of its own."""
+        if self.drafting is None or not (self.target.can_rewind and self.drafting.can_rewind):
+            return None
+        return self.drafting.plan(self.tokens, MOST_DRAFT_TOKENS if left is None else min(MOST_DRAFT_TOKENS, left - 1))
 
-    def _may_run_ahead(self, draft_tokens: int, left: int | None) -> bool:
-        """Whether the next plain pass may start before the last token has been read."""
+    def _may_run_ahead(self, left: int | None) -> bool:
+        """Whether the next plain pass may start before the last token has been read: if nothing would be drafted now,
+        then not after one token more either, or one token later."""
         target = self.target
         more = left is None or left > 1
-        return more and target.can_rewind and target.chains_cheaply and self._drafts(draft_tokens, left) == 0
+        return more and target.can_rewind and target.chains_cheaply and self._plan(left) is None
 
-    def _dispatch(self, k: int, last: mx.array | None) -> _Flight:
+    def _dispatch(self, plan: Plan | None, last: mx.array | None) -> _Flight:
         """Start a round after the committed tokens or, with `last`, after one more that is still on the device."""
         self._key, draft_key, verify_key = mx.random.split(self._key, 3)
         seen = self._seen
         if last is not None and seen is not None:
             self._seen = seen = seen.at[:, last].add(1)
         newest = mx.array(self.tokens[-1:], mx.int32) if last is None else last
-        if k > 0 and self.draft is not None:
-            proposal = self.draft.propose(self.tokens, k, seen, draft_key)
-            drafts = proposal.tokens
+        confidences: tuple[float, ...] = ()
+        if plan is not None and self.drafting is not None:
+            proposal = self.drafting.propose(plan, self.tokens, self._vocabulary_size, seen, draft_key)
+            drafts, confidences = proposal.tokens, proposal.confidences
             logits = self.target.extend(mx.concatenate([newest, drafts]))
             p = self._distribution(logits, _seen_by_row(seen, drafts))
-            accepted, next_token = verify_tokenwise(p, proposal.probabilities, drafts, verify_key)
+            accepted, next_token = self.drafting.verify(p, proposal.probabilities, drafts, verify_key)
         else:
             drafts, accepted = mx.zeros((0,), mx.int32), mx.array(0, mx.int32)
             logits = self.target.extend(newest)
@@ -159,7 +170,7 @@ class Decoding:
         packed = mx.concatenate([sound.astype(mx.int32)[None], accepted[None], next_token, drafts])
         logprobs = self._logprobs(logits, drafts, accepted, next_token)
         mx.async_eval(packed, logprobs)
-        return _Flight(k, packed, next_token, logprobs)
+        return _Flight(plan, drafts.size, confidences, packed, next_token, logprobs)
 
     def _distribution(self, logits: mx.array, seen: mx.array | None) -> mx.array:
         return distribution(logits, self._sampling, self._vocabulary_size, seen)
@@ -212,8 +223,8 @@ class Decoding:
             # Where a cache cannot be rewound there is nothing to take back, except after an exception.
             self.target.rewind(held if self.target.can_rewind else 0)
         self.target.settle(self.target.length)
-        if self.draft is not None:
-            self.draft.observe(self.tokens)
+        if self.drafting is not None:
+            self.drafting.rewind(self.tokens)
 
 
 def _cut(

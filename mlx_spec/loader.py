@@ -53,6 +53,11 @@ class LoadedModel:
     context_length: int | None
     """Positions the model was made for; None where its configuration does not say."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take in memory."""
+        return sum(array.nbytes for _, array in tree_flatten(self.module.parameters()))
+
 
 def resolve(name: str | Path) -> Source:
     """Find what `name` stands for, downloading it if need be.

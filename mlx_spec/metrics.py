@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What came of one drafter's tokens."""
+
+    passes: int
+    """Target passes over them."""
+    drafted: int
+    accepted: int
 
 
 @dataclass(frozen=True)
@@ -16,11 +26,27 @@ class Statistics:
     target_passes: int
     """Passes of the target after the prompt."""
     drafted: int
-    """Tokens the draft proposed."""
+    """Tokens that were proposed to the target."""
     accepted: int
     """Proposed tokens the target accepted, also those that a stop cut off again."""
+    drafter: str
+    """Who might draft: "model", "lookup", "hybrid" or "none"."""
+    draft_tokens: int | Literal["auto"]
+    """K as it was asked for."""
+    verification: str
+    by_drafter: dict[str, Drafted]
+    """Of "model" and "lookup", those that drafted."""
+    passes_by_draft_tokens: dict[int, int]
+    """How many target passes had so many drafted tokens; 0 is a plain pass."""
+    accepted_by_position: list[tuple[int, int]]
+    """For the first, second, ... drafted token of a pass: how often it was reached, all before it having been accepted,
+    and how often it was accepted then."""
+    parked_passes: int
+    """Plain passes because speculation could not win."""
     prefill_seconds: float
     """Reading the prompt, with both models."""
+    calibration_seconds: float
+    """Measuring what passes cost, where that was not known yet."""
     decode_seconds: float
     kv_bytes: int
     """Allocated for keys and values of both models, at the end."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import secrets
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -13,9 +12,11 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from mlx_spec.calibration import Calibrations
 from mlx_spec.completion import Chunk, Completion, FinishReason
-from mlx_spec.config import SMALLEST_WINDOW, KVConfig, Sampling, Speculation
+from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.context import LanguageModel
+from mlx_spec.drafters import Drafters
 from mlx_spec.engine import Decoding, Round
 from mlx_spec.errors import BadConfig
 from mlx_spec.kv import PAGE
@@ -26,13 +27,10 @@ from mlx_spec.memory import check_cache_fits
 from mlx_spec.metrics import Statistics
 from mlx_spec.progress import Progress, RoundTotals, counted
 from mlx_spec.request import Prompt, check_options, checked_prompt, checked_prompt_ids, checked_stop_tokens
-from mlx_spec.speculation import DraftModel
 from mlx_spec.text_stream import Answer
 from mlx_spec.threads import OneThread
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.visibility import sinks_of
-
-_log = logging.getLogger("mlx_spec")
 
 
 def load(
@@ -82,7 +80,16 @@ class LLM:
         self.kv = kv = KVConfig() if kv is None else kv
         self._one_thread = OneThread(target.name)
         self._target, self._draft = language_models(target, draft, kv)
-        self._draft_context_length = draft.context_length if draft else None
+        self._drafters = Drafters(
+            self._target,
+            self._draft,
+            draft_name=self.draft_name,
+            draft_context_length=draft.context_length if draft else None,
+            window=kv.window,
+            calibrations=Calibrations(target, draft, kv),
+        )
+        self.weight_bytes = target.weight_bytes, draft.weight_bytes if draft else 0
+        """Of the target and of the draft."""
         with closing(self._target.new_context()) as context:
             self._columns = context.vocabulary_size
         self.vocabulary_size = min(self.tokenizer.vocabulary_size, self._columns)
@@ -111,6 +118,7 @@ class LLM:
         sampling = self.sampling if sampling is None else sampling
         speculation = self.speculation if speculation is None else speculation
         check_options(sampling, speculation, max_tokens, prefill_progress, self.vocabulary_size)
+        drafter = self._drafters.chosen(speculation)
         stops = checked_stop_tokens(stop_tokens, self.vocabulary_size)
         answer = Answer(self.tokenizer, stop, self.tokenizer.end_tokens | stops)
         prompt = checked_prompt(prompt)
@@ -132,7 +140,7 @@ class LLM:
             limit = room if limit is None else min(limit, room)
             planned = min(planned, self.context_length)
         check_cache_fits(planned, sum(model.bytes_to_allocate(planned) for model in self._models))
-        return self._chunks(tokens, sampling, speculation, limit, sinks, answer, prefill_progress)
+        return self._chunks(tokens, sampling, speculation, drafter, limit, sinks, answer, prefill_progress)
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
         """The whole answer at once. Takes the options of `stream`."""
@@ -172,6 +180,7 @@ class LLM:
         tokens: list[int],
         sampling: Sampling,
         speculation: Speculation,
+        drafter: str,
         limit: int | None,
         sinks: int,
         answer: Answer,
@@ -181,23 +190,24 @@ class LLM:
         prompt_tokens = len(tokens)
         with self._one_thread() as check_thread, wired_limit():
             mx.reset_peak_memory()
-            target = self._target.new_context(sinks, self.kv.window)
-            draft = self._new_draft(sampling, speculation, sinks)
+            target, drafting = self._target.new_context(sinks, self.kv.window), None
             try:
-                decoding = Decoding(
-                    tokens, target, draft, sampling=sampling, seed=seed, vocabulary_size=self.vocabulary_size
+                drafting = self._drafters.start(
+                    drafter, speculation.verification, sampling, sinks, self.vocabulary_size
                 )
-                readers = 2 if draft is not None and draft.reads(prompt_tokens) else 1
+                decoding = Decoding(
+                    tokens, target, drafting, sampling=sampling, seed=seed, vocabulary_size=self.vocabulary_size
+                )
+                readers = 2 if drafting is not None and drafting.reads(prompt_tokens) else 1
                 started = time.perf_counter()
+                calibration_seconds = 0.0
                 if limit != 0:
                     decoding.prefill(counted(prefill_progress, (prompt_tokens - 1) * readers))
                 prefilled = time.perf_counter()
-                rounds = decoding.rounds(
-                    draft_tokens=speculation.draft_tokens,
-                    limit=limit,
-                    end_tokens=answer.end_tokens,
-                    keep=answer.keep,
-                )
+                if drafting is not None and limit != 0:
+                    calibration_seconds = self._drafters.schedule(drafting, speculation, target, limit)
+                decoded_from = time.perf_counter()
+                rounds = decoding.rounds(limit=limit, end_tokens=answer.end_tokens, keep=answer.keep)
                 total = RoundTotals()
                 try:
                     for finished in rounds:
@@ -207,7 +217,7 @@ class LLM:
                         yield Chunk(answer.take(), finished.tokens, finished.logprobs, None, None)
                         check_thread()
                     else:
-                        finished = Round([], 0, 0, None if sampling.top_logprobs is None else [], False)
+                        finished = Round([], 0, 0, None, False, None if sampling.top_logprobs is None else [], False)
                 finally:
                     rounds.close()
                 statistics = Statistics(
@@ -216,9 +226,17 @@ class LLM:
                     target_passes=total.passes,
                     drafted=total.drafted,
                     accepted=total.accepted,
+                    drafter="none" if drafting is None else drafter,
+                    draft_tokens=speculation.draft_tokens,
+                    verification=speculation.verification,
+                    by_drafter=total.by_drafter,
+                    passes_by_draft_tokens=dict(sorted(total.passes_by_draft_tokens.items())),
+                    accepted_by_position=total.accepted_by_position,
+                    parked_passes=total.parked,
                     prefill_seconds=prefilled - started,
-                    decode_seconds=time.perf_counter() - prefilled,
-                    kv_bytes=target.nbytes + (draft.context.nbytes if draft else 0),
+                    calibration_seconds=calibration_seconds,
+                    decode_seconds=time.perf_counter() - decoded_from,
+                    kv_bytes=target.nbytes + (drafting.nbytes if drafting else 0),
                     peak_memory_bytes=int(mx.get_peak_memory()),
                     seed=seed,
                 )
@@ -226,23 +244,8 @@ class LLM:
                 try:
                     target.close()
                 finally:
-                    if draft is not None:
-                        draft.close()
+                    if drafting is not None:
+                        drafting.close()
         text = answer.take() + answer.finish()
         reason: FinishReason = "stop" if finished.ended or answer.stopped else "length"
         yield Chunk(text, finished.tokens, finished.logprobs, reason, statistics)
-
-    def _new_draft(self, sampling: Sampling, speculation: Speculation, sinks: int) -> DraftModel | None:
-        if self._draft is None or speculation.draft_tokens == 0:
-            return None
-        window, limit = self.kv.window, self._draft_context_length
-        if window is not None and limit is not None:  # what the draft sees is its own affair
-            window = min(window, limit - sinks)
-            if window < SMALLEST_WINDOW:
-                _log.warning(
-                    f"the draft's context of {limit} tokens has no room for {sinks} sinks and {SMALLEST_WINDOW} more: "
-                    "plain decoding"
-                )
-                return None
-            limit = None
-        return DraftModel(self._draft.new_context(sinks, window), sampling, self.vocabulary_size, limit)

@@ -9,6 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from mlx_spec import calibration
+from mlx_spec.remembered import Remembered
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -23,6 +26,13 @@ def real_models(pytestconfig: pytest.Config) -> Path:
     if directory is None or not directory.is_dir():
         pytest.skip("needs real models: give their directory with --real-models")
     return Path(directory)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes cost is measured anew in each test, and no test leaves it on the machine."""
+    kept = calibration.Store(Remembered(None, "this test"))
+    monkeypatch.setattr(calibration, "store", lambda: kept)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -95,15 +95,40 @@ def test_settings_are_frozen() -> None:
         Speculation().draft_tokens = 1  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("value", [-1, 65])
-def test_draft_tokens_out_of_range(value: int) -> None:
-    with pytest.raises(BadConfig, match=rf"^draft_tokens is {value}; give 0 .* to 64\.$"):
+@pytest.mark.parametrize("value", [-1, 65, 3.0, True, "3", "AUTO", None])
+def test_draft_tokens_out_of_range(value: Any) -> None:
+    with pytest.raises(BadConfig, match=rf"^draft_tokens is {value!r}[;,] .*give 0 .* to 64, or auto\.$"):
         Speculation(draft_tokens=value)
 
 
-@pytest.mark.parametrize("value", [0, 1, 64])
-def test_draft_tokens_in_range(value: int) -> None:
+@pytest.mark.parametrize("value", [0, 1, 64, "auto"])
+def test_draft_tokens_in_range(value: Any) -> None:
     assert Speculation(value).draft_tokens == value
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"drafter": "Model"}, "drafter is 'Model'; give model, lookup, hybrid or none."),
+        ({"drafter": ["model"]}, "drafter is ['model']; give model, lookup, hybrid or none."),
+        ({"verification": "blocks"}, "verification is 'blocks'; give token or block."),
+        ({"verification": None}, "verification is None; give token or block."),
+        ({"most_draft_tokens": 0}, "most_draft_tokens is 0; give 1 to 15."),
+        ({"most_draft_tokens": 16}, "most_draft_tokens is 16; give 1 to 15."),
+    ],
+)
+def test_speculation_that_does_not_exist(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(BadConfig) as error:
+        Speculation(**settings)
+    assert str(error.value) == complaint
+
+
+@pytest.mark.parametrize(
+    ("settings", "plain"),
+    [({}, False), ({"draft_tokens": 0}, True), ({"drafter": "none"}, True), ({"drafter": "lookup"}, False)],
+)
+def test_what_drafts_nothing_is_plain(settings: dict[str, Any], plain: bool) -> None:
+    assert Speculation(**settings).plain is plain
 
 
 @pytest.mark.parametrize(("settings", "least"), [

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from reference import TableModel, count, exact_distribution
-from tiny import tiny_model
+from tiny import fixed, tiny_model
 
 from mlx_spec import engine
 from mlx_spec.architectures.paged import PagedContext, PagedModel
@@ -21,7 +21,7 @@ from mlx_spec.config import Sampling
 from mlx_spec.context import Context, prefill
 from mlx_spec.engine import Decoding, Round
 from mlx_spec.errors import MLXSpecError
-from mlx_spec.speculation import DraftModel
+from mlx_spec.speculation import Drafting, DraftModel
 
 SIZE = 40
 PROMPT = [3, 17, 8, 25, 3]
@@ -54,25 +54,26 @@ class Run:
         self.tokens, self.start = list(prompt), len(prompt)
         self.target = target.new_context()
         self.draft = draft and DraftModel(draft.new_context(), sampling, size, draft_context_length)
+        self.drafting = self.draft and Drafting(model=self.draft)
         self.rounds: list[Round] = []
         self.begin(seed)
 
     def begin(self, seed: int = 0) -> None:
         """A new Decoding on the same contexts and tokens."""
         self.decoding = Decoding(
-            self.tokens, self.target, self.draft, sampling=self.sampling, seed=seed, vocabulary_size=self.size
+            self.tokens, self.target, self.drafting, sampling=self.sampling, seed=seed, vocabulary_size=self.size
         )
         self.decoding.prefill()
 
     def go(self, k: int = 3, limit: int | None = 40, **options: Any) -> list[int]:
         """Generate to the end; the tokens made since the prompt."""
-        for finished in self.decoding.rounds(draft_tokens=k, limit=limit, **options):
+        for finished in fixed(self.decoding, k).rounds(limit=limit, **options):
             self.rounds.append(finished)
         return self.made
 
     def some(self, k: int, rounds: int, limit: int | None = None) -> None:
         """Generate so many rounds, then close the generator."""
-        generator = self.decoding.rounds(draft_tokens=k, limit=limit)
+        generator = fixed(self.decoding, k).rounds(limit=limit)
         for _ in range(rounds):
             self.rounds.append(next(generator))
         generator.close()
@@ -154,7 +155,7 @@ PENALISED = Sampling(temperature=1, top_p=0.9, repetition_penalty=1.3, frequency
 )
 def test_a_draft_equal_to_the_target_is_always_accepted(sampling: Sampling) -> None:
     run = Run(draft=SAME, sampling=sampling)
-    for finished in run.decoding.rounds(draft_tokens=4, limit=200):
+    for finished in fixed(run.decoding, 4).rounds(limit=200):
         run.rounds.append(finished)
         assert finished.accepted == finished.drafted
         assert len(finished.tokens) == finished.drafted + 1
@@ -184,7 +185,7 @@ def test_a_draft_sometimes_right_is_accepted_in_part() -> None:
     table[wrong] = np.random.default_rng(1).standard_normal((int(wrong.sum()), SIZE))
     expected = Run(target, None).go(0, 150)
     run = Run(target, TableModel(table))
-    for finished in run.decoding.rounds(draft_tokens=4, limit=150):
+    for finished in fixed(run.decoding, 4).rounds(limit=150):
         run.rounds.append(finished)
         run.check()
     assert run.made == expected
@@ -232,7 +233,7 @@ def test_an_end_token_inside_an_accepted_run_is_reported(plain: list[int]) -> No
     run = Run(draft=SAME)
     run.go(5, 40, end_tokens={plain[2]})
     [only] = run.rounds
-    assert only == Round(plain[:3], 5, 5, None, True)
+    assert only == Round(plain[:3], 5, 5, "model", False, None, True)
 
 
 def test_the_first_end_token_wins_and_those_of_the_prompt_do_not_count(plain: list[int]) -> None:
@@ -439,7 +440,7 @@ def test_an_exception_from_keep_and_into_the_generator(k: int, plain: list[int])
             run.go(k, 60, keep=_breaks(lambda tokens: None, at, False))
         _assert_recovers(run, plain, k)
         run = Run(draft=SAME)
-        generator = run.decoding.rounds(draft_tokens=k, limit=None)
+        generator = fixed(run.decoding, k).rounds(limit=None)
         for _ in range(at):
             next(generator)
         with pytest.raises(Broken):
@@ -589,7 +590,7 @@ def test_log_probabilities_stop_where_the_tokens_stop(plain: list[int]) -> None:
     assert [entry.token for entry in run.rounds[0].logprobs or ()] == plain[:3]
     run = Run(draft=SAME, sampling=Sampling(top_logprobs=1))
     run.go(5, 40, keep=lambda tokens: 0)
-    assert run.rounds == [Round([], 5, 5, [], True)]
+    assert run.rounds == [Round([], 5, 5, "model", False, [], True)]
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -610,7 +611,7 @@ def test_generations_beside_one_another_do_not_touch(k: int) -> None:
     alone = [Run(sampling=sampling, prompt=prompt, seed=5).go(k, 90) for prompt in prompts]
     runs = [Run(sampling=sampling, prompt=prompt, seed=5) for prompt in prompts]
     runs[0].target.table.pool.allocate(1, after=runs[0].target.table.pages[-1])  # somebody else's, in the way
-    generators = [run.decoding.rounds(draft_tokens=k, limit=90) for run in runs]
+    generators = [fixed(run.decoding, k).rounds(limit=90) for run in runs]
     open_ones = list(generators)
     while open_ones:
         for generator in list(open_ones):
@@ -680,7 +681,7 @@ def test_a_draft_with_a_short_context_stops_and_says_so_once(
 ) -> None:
     run = Run(draft=SAME, draft_context_length=context_length)
     with caplog.at_level(logging.WARNING, logger="mlx_spec"):
-        for finished in run.decoding.rounds(draft_tokens=3, limit=40):
+        for finished in fixed(run.decoding, 3).rounds(limit=40):
             run.rounds.append(finished)
             assert run.draft.context.length <= context_length
     assert run.made == plain[:40]
@@ -725,14 +726,14 @@ def test_one_target_pass_per_round(k: int, plain: list[int], monkeypatch: pytest
 
 def test_plain_decoding_keeps_one_pass_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(draft=None)
-    generator = run.decoding.rounds(draft_tokens=0, limit=4)
+    generator = fixed(run.decoding, 0).rounds(limit=4)
     lengths = []
     for _ in generator:
         lengths.append(run.target.length - len(run.tokens))
     assert lengths == [0, 0, 0, -1]
     monkeypatch.setattr(PagedContext, "chains_cheaply", property(lambda self: False))
     run = Run(draft=None)
-    for _ in run.decoding.rounds(draft_tokens=0, limit=4):
+    for _ in fixed(run.decoding, 0).rounds(limit=4):
         assert run.target.length == len(run.tokens) - 1
 
 
@@ -770,7 +771,7 @@ def test_prefill_reads_with_both_models_and_leaves_the_last_token() -> None:
     told: list[int] = []
     target: Context = TARGET.new_context()
     draft = DraftModel(OTHER.new_context(), GREEDY, SIZE)
-    decoding = Decoding(list(PROMPT), target, draft, sampling=GREEDY, seed=0, vocabulary_size=SIZE)
+    decoding = Decoding(list(PROMPT), target, Drafting(model=draft), sampling=GREEDY, seed=0, vocabulary_size=SIZE)
     decoding.prefill(told.append)
     assert target.length == draft.context.length == len(PROMPT) - 1
     assert sum(told) == 2 * (len(PROMPT) - 1)

@@ -12,7 +12,7 @@ import pytest
 from directories import write_tokenizer
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.utils import load_tokenizer
-from tiny import CONFIG, randomise, tiny_model
+from tiny import CONFIG, fixed, randomise, tiny_model
 
 from mlx_spec.architectures import Decoder, model_classes
 from mlx_spec.architectures.external import ExternalModel
@@ -21,7 +21,7 @@ from mlx_spec.context import LanguageModel, prefill
 from mlx_spec.engine import Decoding, Round
 from mlx_spec.loader import LoadedModel
 from mlx_spec.runtime import LLM
-from mlx_spec.speculation import DraftModel
+from mlx_spec.speculation import Drafting, DraftModel
 from mlx_spec.tokenizer import Tokenizer
 
 COLUMNS = 272
@@ -248,9 +248,10 @@ def decode(
     tokens = TOKENS[:12]
     drafter = DraftModel(draft.new_context(), Sampling(), COLUMNS) if draft else None
     decoding = Decoding(
-        tokens, target.new_context(), drafter, sampling=Sampling(), seed=0, vocabulary_size=COLUMNS)
+        tokens, target.new_context(), drafter and Drafting(model=drafter), sampling=Sampling(), seed=0,
+        vocabulary_size=COLUMNS)
     decoding.prefill()
-    rounds = list(decoding.rounds(draft_tokens=k, limit=count))
+    rounds = list(fixed(decoding, k).rounds(limit=count))
     assert decoding.target.length == len(tokens) - 1
     if drafter is not None:
         assert drafter.context.length <= len(tokens) - 1

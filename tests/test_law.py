@@ -14,13 +14,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from reference import TableModel, count, exact_distribution, p_value
-from tiny import tiny_model
+from tiny import fixed, tiny_model
 
 from mlx_spec import engine
 from mlx_spec.config import Sampling
 from mlx_spec.engine import Decoding
 from mlx_spec.sampling import distribution, draw
-from mlx_spec.speculation import DraftModel, verify, verify_tokenwise
+from mlx_spec.speculation import Drafting, DraftModel, verify, verify_tokenwise
 
 VOCABULARY = 6
 PROMPT = [4, 1, 1]
@@ -241,7 +241,7 @@ def _decoding(
 ) -> tuple[Decoding, DraftModel | None]:
     """A Decoding after PROMPT, and its drafter."""
     drafter = None if draft is None else DraftModel(draft, sampling, size)
-    decoding = Decoding(list(PROMPT), target, drafter, sampling=sampling, seed=seed, vocabulary_size=size)
+    decoding = Decoding(list(PROMPT), target, drafter and Drafting(model=drafter), sampling=sampling, seed=seed, vocabulary_size=size)
     decoding.prefill()
     return decoding, drafter
 
@@ -249,7 +249,7 @@ def _decoding(
 def _transition_p_value(sampling: Sampling, k: int, tokens: int, seed: int, draft: TableModel | None) -> float:
     """A table model without penalties is a Markov chain: every transition of one long run is a sample of its law."""
     decoding, _ = _decoding(TARGET.new_context(), draft and draft.new_context(), sampling, seed)
-    for _ in decoding.rounds(draft_tokens=k, limit=tokens):
+    for _ in fixed(decoding, k).rounds(limit=tokens):
         pass
     made = decoding.tokens
     assert len(made) == len(PROMPT) + tokens
@@ -292,7 +292,7 @@ def _pairs(target: Any, draft: Any, sampling: Sampling, k: int, samples: int, si
     contexts = target.new_context(), draft.new_context()
     for seed in range(samples):
         decoding, _ = _decoding(*contexts, sampling, seed, size)
-        rounds = decoding.rounds(draft_tokens=k, limit=None)
+        rounds = fixed(decoding, k).rounds(limit=None)
         while len(decoding.tokens) < len(PROMPT) + 2:
             next(rounds)
         rounds.close()

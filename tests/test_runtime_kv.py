@@ -264,7 +264,7 @@ def test_a_draft_without_room_for_sinks_and_a_round_does_not_draft(
     llm = make(kv, draft=2, draft_context=draft_context)
     with caplog.at_level(logging.WARNING, "mlx_spec"):
         answer = llm.generate(PROMPT, max_tokens=100, speculation=DRAFTED)
-    expected = f"the draft's context of {draft_context} tokens has no room for 100 sinks and 65 more: plain decoding"
+    expected = f"the draft's context of {draft_context} tokens has no room for 100 sinks and 65 more: no drafts by it"
     assert [record.message for record in caplog.records] == [expected]
     assert answer.statistics.drafted == 0
     assert answer.tokens == make(kv).generate(PROMPT, max_tokens=100, speculation=PLAIN).tokens

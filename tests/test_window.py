@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
-from tiny import tiny_module
+from tiny import fixed, tiny_module
 
 from mlx_spec.architectures.paged import PagedContext, PagedModel
 from mlx_spec.attention import AttentionPass
@@ -21,7 +21,7 @@ from mlx_spec.context import prefill
 from mlx_spec.engine import Decoding
 from mlx_spec.kv import PAGE, PagePool, PageTable
 from mlx_spec.rotary import Rotary
-from mlx_spec.speculation import DraftModel
+from mlx_spec.speculation import Drafting, DraftModel
 
 SIZE = 40
 Array = np.ndarray
@@ -286,9 +286,9 @@ def decode(
     if draft is not None:
         contexts.append(draft.new_context(sinks, draft_window or window))
         speculator = DraftModel(contexts[1], sampling, SIZE)
-    decoding = Decoding(tokens, contexts[0], speculator, sampling=sampling, seed=0, vocabulary_size=SIZE)
+    decoding = Decoding(tokens, contexts[0], speculator and Drafting(model=speculator), sampling=sampling, seed=0, vocabulary_size=SIZE)
     decoding.prefill()
-    rounds = list(decoding.rounds(draft_tokens=k, limit=limit))
+    rounds = list(fixed(decoding, k).rounds(limit=limit))
     if window is not None:
         for context in contexts:
             held = len(context.table.pages) * PAGE
@@ -330,9 +330,9 @@ def test_a_generator_closed_early_leaves_only_what_is_committed(int8: bool, k: i
     tokens, sampling = text(150), Sampling()
     for rounds in (1, 3, 20):
         speculator = DraftModel(contexts[1], sampling, SIZE)
-        decoding = Decoding(tokens, contexts[0], speculator, sampling=sampling, seed=0, vocabulary_size=SIZE)
+        decoding = Decoding(tokens, contexts[0], speculator and Drafting(model=speculator), sampling=sampling, seed=0, vocabulary_size=SIZE)
         decoding.prefill()
-        generator = decoding.rounds(draft_tokens=k, limit=None)
+        generator = fixed(decoding, k).rounds(limit=None)
         for _ in range(rounds):
             next(generator)
         generator.close()

@@ -9,6 +9,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_spec.architectures import model_classes
 from mlx_spec.architectures.paged import PagedModel
+from mlx_spec.engine import Decoding
+from mlx_spec.speculation import FixedSchedule
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -46,3 +48,10 @@ def tiny_module(seed: int = 0, scale: float = 0.3, **changes: Any) -> Any:
 
 def tiny_model(seed: int = 0, scale: float = 0.3, **changes: Any) -> PagedModel:
     return PagedModel(tiny_module(seed, scale, **changes))
+
+
+def fixed(decoding: Decoding, k: int) -> Decoding:
+    """`decoding`, to draft k tokens per round from now on."""
+    if decoding.drafting is not None:
+        decoding.drafting.schedule = FixedSchedule(k)
+    return decoding

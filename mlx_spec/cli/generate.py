@@ -5,30 +5,37 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mlx_spec import console
-from mlx_spec.cli.options import UNLIMITED, bias, number, option, sink_count, token_limit, whole, window_size
+from mlx_spec.cli.answer import write_json, write_text
+from mlx_spec.cli.loading import check_models, is_here, kv_config
+from mlx_spec.cli.options import (
+    UNLIMITED,
+    bias,
+    draft_count,
+    number,
+    option,
+    sink_count,
+    token_limit,
+    whole,
+    window_size,
+)
 from mlx_spec.cli.outcome import TracebackOption
 from mlx_spec.cli.prompt import check_utf8, read_prompt
 from mlx_spec.config import DEFAULT_SINKS, KVConfig, Sampling, Speculation
 from mlx_spec.errors import BadConfig
 
 if TYPE_CHECKING:
-    from mlx_spec.completion import Chunk
-    from mlx_spec.metrics import Statistics
     from mlx_spec.runtime import LLM
 
 _log = logging.getLogger("mlx_spec")
 
-_PROMPT, _MODEL, _LENGTH, _CHOICE, _REPETITION, _MEMORY, _OUTPUT = (
-    "Prompt", "Models", "When to stop", "How words are chosen", "Against repetition", "Memory", "Output")
+_PROMPT, _MODEL, _DRAFTING, _LENGTH, _CHOICE, _REPETITION, _MEMORY, _OUTPUT = (
+    "Prompt", "Models", "Drafting", "When to stop", "How words are chosen", "Against repetition", "Memory", "Output")
 HELP = (
     "Answer one prompt.\n\n"
     "The answer goes to stdout as it comes, figures and notes go to stderr. Sampling options left out take "
@@ -53,12 +60,25 @@ def generate(
         "a directory, or a .gguf file.")] = None,
     draft: Annotated[str | None, option(
         "--draft", "-d", panel=_MODEL, metavar="MODEL",
-        help="The small model that drafts, given like --model; none switches drafting off. "
+        help="The small model that drafts, given like --model; none loads none. "
         "Default: the draft that `mlx-spec models` lists for the model.")] = None,
-    draft_tokens: Annotated[int | None, option(
-        "--draft-tokens", "-k", panel=_MODEL, metavar="K", parser=whole,
-        help="Tokens drafted per pass of the target; 0 is plain decoding. "
+    draft_tokens: Annotated[Any, option(
+        "--draft-tokens", "-k", panel=_DRAFTING, metavar="K", parser=draft_count,
+        help="Tokens drafted per pass of the target; 0 is plain decoding, auto chooses anew for each pass by what "
+        "passes cost on this machine and what was accepted. "
         f"Default: the model's own, else {Speculation().draft_tokens}.")] = None,
+    most_draft_tokens: Annotated[int | None, option(
+        "--draft-tokens-max", panel=_DRAFTING, metavar="N", parser=whole,
+        help=f"The most that -k auto drafts. Default: {Speculation().most_draft_tokens}.")] = None,
+    drafter: Annotated[str | None, option(
+        "--drafter", panel=_DRAFTING, metavar="DRAFTER",
+        help="model: the draft model; lookup: what followed the same words earlier in prompt and answer; hybrid: "
+        "lookup where it finds enough, else the model; none: plain decoding. Default: hybrid with a draft model, else "
+        "lookup.")] = None,
+    verification: Annotated[str | None, option(
+        "--verify", panel=_DRAFTING, metavar="WAY",
+        help="How drafted tokens are accepted, with the same distribution either way: token, one after the other, or "
+        f"block, together, which accepts more. Default: {Speculation().verification}.")] = None,
     max_tokens: Annotated[int, option(
         "--max-tokens", "-n", panel=_LENGTH, metavar="N", parser=token_limit,
         help="Tokens to answer with at most, or unlimited (up to the model's context). Default: 512.")] = 512,
@@ -132,26 +152,22 @@ def generate(
     }
     chosen = {name: value for name, value in chosen.items() if value is not None}
     Sampling(**chosen)
-    ahead = {} if draft_tokens is None else {"draft_tokens": draft_tokens}
-    Speculation(**ahead)
-    kv = _kv(model, storage=storage, draft_storage=draft_storage, window=window, sinks=sinks)
+    ahead = _speculation(
+        draft_tokens=draft_tokens, most_draft_tokens=most_draft_tokens, drafter=drafter, verification=verification
+    )
+    kv = kv_config(model, storage=storage, draft_storage=draft_storage, window=window, sinks=sinks)
     if top_logprobs is not None and not as_json:
         raise BadConfig("--top-logprobs is shown only in the JSON object; add --json.")
     if raw and system is not None:
         raise BadConfig("--system needs the chat template that --raw leaves out; put it into the prompt.")
     _check_texts(system, stop or [], stop_token or [])
     text = read_prompt(prompt or [], prompt_file)
-    if draft == "":
-        raise BadConfig("--draft '' is empty; name a model, or give none to switch drafting off.")
-    if not model:
-        raise BadConfig("no model; give --model demo to try, or another name from `mlx-spec models`.")
+    name = check_models(model, draft)
 
     with console.notes(shown=not quiet):
-        llm = _load(model, draft, kv, quiet=quiet)
-        if draft_tokens and llm.draft_name is None:
-            _log.warning(f"{model} has no draft, so --draft-tokens does nothing; name one with --draft")
+        llm = _load(name, draft, kv, quiet=quiet)
         if draft_storage and llm.draft_name is None:
-            _log.warning(f"{model} has no draft, so --draft-kv does nothing; name one with --draft")
+            _log.warning(f"{name} has no draft, so --draft-kv does nothing; name one with --draft")
         question: str | list[dict[str, str]] = text
         if system is not None:
             question = [{"role": "system", "content": system}, {"role": "user", "content": text}]
@@ -168,27 +184,24 @@ def generate(
             )
             # A generator: closed at once, it leaves the caches in order also after Ctrl-C or a closed pipe.
             with contextlib.closing(chunks) as chunks:
-                statistics = _write_json(chunks, llm) if as_json else _write_text(chunks, end_progress)
+                statistics = write_json(chunks, llm) if as_json else write_text(chunks, end_progress)
         if not quiet:
             console.say(console.statistics_line(statistics))
 
 
-def _kv(model: str | None, **given: Any) -> KVConfig:
-    """The model's own way to keep keys and values, changed by the options that were given."""
-    from mlx_spec import catalog
-
-    entry = catalog.find(model) if model else None
-    own = entry.kv if entry else KVConfig()
+def _speculation(**given: Any) -> dict[str, Any]:
+    """The options that were given, checked."""
     given = {name: value for name, value in given.items() if value is not None}
-    if given.get("window", own.window or "none") == "none":
-        if "sinks" in given:
-            raise BadConfig("--sinks says what stays visible beside a window; give --window N, such as --window 4096.")
-        given |= {"window": None, "sinks": None}
+    if given.get("draft_tokens", "auto") != "auto" and "most_draft_tokens" in given:
+        raise BadConfig("--draft-tokens-max bounds -k auto, and -k names a number; leave one of the two out.")
+    options = {"most_draft_tokens": "--draft-tokens-max", "draft_tokens": "--draft-tokens", "verification": "--verify",
+               "drafter": "--drafter"}  # fmt: skip
     try:
-        return dataclasses.replace(own, **given)
+        Speculation(**given)
     except BadConfig as error:
-        message = str(error).replace("draft_storage is", "--draft-kv is").replace("storage is", "--kv is")
-        raise BadConfig(message.replace("window is", "--window is").replace("sinks is", "--sinks is")) from error
+        name, rest = str(error).split(" ", 1)
+        raise BadConfig(f"{options[name]} {rest}") from error
+    return given
 
 
 def _check_texts(system: str | None, stop: list[str], stop_tokens: list[int]) -> None:
@@ -210,72 +223,8 @@ def _load(model: str, draft: str | None, kv: KVConfig, *, quiet: bool) -> LLM:
         disable_progress_bars()
     # A download draws its own bars, which a spinner would garble.
     names = [model] if draft is None or draft == "none" else [model, draft]
-    shown = not quiet and not console.is_plain(sys.stderr) and all(_is_here(name) for name in names)
+    shown = not quiet and not console.is_plain(sys.stderr) and all(is_here(name) for name in names)
     with console.loading(model, shown=shown):
         import mlx_spec
 
         return mlx_spec.load(model, draft=False if draft == "none" else draft, kv=kv)
-
-
-def _is_here(name: str) -> bool:
-    """Whether nothing of `name` needs to be downloaded."""
-    from mlx_spec import catalog, hub
-
-    entry = catalog.find(name)
-    sources = [name] if entry is None else [entry.target, *([entry.draft] if entry.draft else [])]
-    try:
-        return all(Path(source).exists() or hub.is_local(source) for source in sources)
-    except (OSError, ValueError):  # no path at all, as loading it will say
-        return False
-
-
-def _write_text(chunks: Iterator[Chunk], end_progress: Callable[[], None]) -> Statistics:
-    """The answer as it comes, and one newline at its end. What is written stays when Ctrl-C ends it."""
-    statistics, end = None, ""
-    try:
-        for chunk in chunks:
-            end_progress()
-            if chunk.text:
-                end = chunk.text[-1]
-                console.write(chunk.text)
-            statistics = chunk.statistics or statistics
-    except KeyboardInterrupt:
-        if end not in ("", "\n") and not sys.stdout.isatty():
-            console.write("\n")
-        raise
-    if end != "\n":
-        console.write("\n")
-    assert statistics is not None, "the last chunk carries the statistics"
-    return statistics
-
-
-def _write_json(chunks: Iterator[Chunk], llm: LLM) -> Statistics:
-    parts = list(chunks)
-    last = parts[-1]
-    assert last.statistics is not None, "the last chunk carries the statistics"
-    answer = {
-        "text": "".join(part.text for part in parts),
-        "tokens": [token for part in parts for token in part.tokens],
-        "finish_reason": last.finish_reason,
-        **last.statistics.as_dict(),
-        "model": llm.name,
-        "draft": llm.draft_name,
-    }
-    if last.logprobs is not None:
-        answer["logprobs"] = [
-            {"token": entry.token, "text": llm.tokenizer.token_text(entry.token), "logprob": entry.logprob,
-             "top": [{"token": token, "text": llm.tokenizer.token_text(token), "logprob": logprob}
-                     for token, logprob in entry.top]}
-            for part in parts for entry in part.logprobs or ()
-        ]
-    console.write_json(_without_infinities(answer))
-    return last.statistics
-
-
-def _without_infinities(value: Any) -> Any:
-    """JSON has no infinities: the log-probability of a forbidden token becomes null."""
-    if isinstance(value, dict):
-        return {key: _without_infinities(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_infinities(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

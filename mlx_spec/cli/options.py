@@ -36,6 +36,15 @@ def token_limit(text: str) -> int:
     raise typer.BadParameter(f"{text!r} is neither a whole number of 0 or more nor 'unlimited'")
 
 
+def draft_count(text: str) -> int | str:
+    """A number of tokens, or the word auto."""
+    if text == "auto":
+        return text
+    with contextlib.suppress(ValueError):
+        return int(text)
+    raise typer.BadParameter(f"{text!r} is neither a whole number nor 'auto'")
+
+
 def window_size(text: str) -> int | str:
     """A number of tokens, or the word none."""
     if text == "none":

@@ -6,12 +6,13 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_spec.config import Sampling
 from mlx_spec.context import Context, prefill
-from mlx_spec.sampling import distribution, draw
+from mlx_spec.sampling import distribution, draw, log_probabilities
 
 _log = logging.getLogger("mlx_spec")
 
@@ -22,6 +23,13 @@ class Proposal:
 
     tokens: mx.array
     probabilities: mx.array
+    confidences: tuple[float, ...] = ()
+    """The largest probability that the draft gave any token at each place, before temperature and filters; only where
+    it could stop early."""
+
+
+Proceed = Callable[[int, Sequence[float]], bool]
+"""(tokens drafted, their confidences) -> whether to draft one more."""
 
 
 class DraftModel:
@@ -34,6 +42,8 @@ class DraftModel:
         self._sampling, self._vocabulary_size = sampling, vocabulary_size
         self._context_length = context_length
         self._told = False
+        self.lazily = context.chains_cheaply
+        """Whether a step is built on the one before while that is still in flight."""
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:
         """Read all of `tokens` but the last, if the draft can go on from there."""
@@ -53,29 +63,48 @@ class DraftModel:
             _log.warning(f"the draft's context of {self._context_length} tokens is full: plain decoding from here on")
         return max(0, self._context_length - length)
 
-    def propose(self, tokens: Sequence[int], k: int, seen: mx.array | None, key: mx.array) -> Proposal:
-        """Draft k tokens after the committed `tokens`.
+    def lag(self, tokens: Sequence[int]) -> int:
+        """How many of the committed `tokens`, the newest aside, it has yet to read."""
+        return len(tokens) - 1 - self.context.length
+
+    def propose(
+        self, tokens: Sequence[int], k: int, seen: mx.array | None, key: mx.array, proceed: Proceed | None = None
+    ) -> Proposal:
+        """Draft k tokens after the committed `tokens`, or fewer, at least one, where `proceed` says no.
 
         seen: how often each token is in `tokens`, (1, vocabulary_size), where the sampling settings need it.
         The first pass also reads what was committed since the last proposal: the newest token and, after a round
-        that accepted everything, the last drafted one.
+        that accepted everything, the last drafted one; after rounds without this drafter all that came since.
+        Stopping leaves the law exact as long as `proceed` knows nothing of tokens that are not drafted yet.
         """
+        if self.lag(tokens) >= self.context.prefill_rows:
+            self.prefill(tokens)
         pending: Sequence[int] | mx.array = self._known(tokens[self.context.length :])
         narrower = self.context.vocabulary_size < self._vocabulary_size
-        drafted, rows = [], []
+        drafted: list[mx.array] = []
+        rows: list[mx.array] = []
+        confidences: list[float] = []
         for step_key in mx.random.split(key, k):
-            row = self._distribution(self.context.extend(pending, rows=1), seen)
+            logits = self.context.extend(pending, rows=1)
+            row = self._distribution(logits, seen)
             token = draw(row, step_key)  # (1,)
             if seen is not None:
                 seen = seen.at[:, token].add(1)
             drafted.append(token)
             rows.append(row)
             pending = mx.minimum(token, self.context.vocabulary_size - 1) if narrower else token
-            if self.context.chains_cheaply:
+            if proceed is not None:
+                confidence = mx.exp(log_probabilities(logits, self._vocabulary_size).max())
+                mx.eval(token, confidence)
+                value: Any = confidence.item()
+                confidences.append(value)
+                if len(drafted) < k and not proceed(len(drafted), confidences):
+                    break
+            elif self.lazily:
                 mx.async_eval(token)
             else:
                 mx.eval(token)
-        return Proposal(mx.concatenate(drafted), mx.concatenate(rows))
+        return Proposal(mx.concatenate(drafted), mx.concatenate(rows), tuple(confidences))
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Forget drafts that are not in the committed `tokens`, which are never taken back."""

@@ -1,0 +1,149 @@
+"""A projection: what policies of speculation would gain on another machine, from traces of a real pair.
+
+    python benchmarks/projection.py --record -m TARGET -d DRAFT [--tokens-of FILE]   # traces of a pair's own tokens
+    python benchmarks/projection.py [--traces FILE] [--output FILE]                  # the projection, without models
+
+**Nothing here was measured on the machine that it speaks of.** A trace says, at every position of an answer that the
+target gave, how likely a draft would be accepted there: by rejection sampling sum(min(p, q)), by mlx-lm's test for
+equality sum(p * q). Policies are replayed over the traces under a published table of what a target pass over M rows
+costs; the draft's cost is an assumption that the output names. Acceptance of a 70B with a 1B may differ from that of
+the recorded pair; the host's time, sampling and everything else that the table leaves out is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from math import exp, log
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from common import RESULTS, save
+
+from mlx_spec.config import Sampling
+from mlx_spec.context import Context
+from mlx_spec.loader import load
+from mlx_spec.sampling import distribution
+from mlx_spec.speculation import AutoSchedule, FixedSchedule, Lookup, Schedule
+from mlx_spec.speculation.costs import Costs
+from mlx_spec.speculation.replay import Trace, replay
+
+CHUNK = 32
+DRAFT_COST = 0.03
+TABLES = {
+    "Llama-70B class, dense, 4 bits in groups of 64, whole forward, M5 Max; published in ml-explore/mlx pull request "
+    f"3791; a draft step assumed to cost {DRAFT_COST} of a pass": Costs(
+        ((1, 75.9e-3), (3, 84.8e-3), (5, 108e-3), (8, 168e-3), (12, 241e-3), (16, 296e-3)), DRAFT_COST * 75.9e-3,
+        DRAFT_COST * 75.9e-3 / 64,
+    ),
+}  # fmt: skip
+DRAWS = 20
+"""Times that each trace is replayed, with other outcomes drawn."""
+
+
+def distributions(context: Context, tokens: Sequence[int], sampling: Sampling, size: int, last: int) -> Iterator[Any]:
+    """After each of the last `last` tokens, in turn: the distribution, and the largest probability at temperature 1."""
+    for start in range(0, len(tokens), CHUNK):
+        chunk = tokens[start : start + CHUNK]
+        rows = min(len(chunk), max(0, last - (len(tokens) - start - len(chunk))))
+        logits = context.extend(chunk, rows=rows)
+        context.evaluate()
+        for row in range(rows):
+            probabilities = distribution(logits[row : row + 1], sampling, size)
+            confident = distribution(logits[row : row + 1], Sampling(temperature=1), size).max()
+            yield np.array(probabilities[0], np.float64), confident.item()
+    context.close()
+
+
+def record(options: argparse.Namespace) -> None:
+    from mlx_spec.architectures.paged import PagedModel
+
+    target, draft = load(options.model), load(options.draft)
+    models = PagedModel(target.module), PagedModel(draft.module)
+    size = min(target.tokenizer.vocabulary_size, target.config["vocab_size"])
+    rows = json.loads(options.tokens_of.read_text())["rows"]
+    traces = []
+    for row in rows:
+        prompt, tokens = row["prompt"], row["runs"]["mlx-spec auto"]["emitted"]
+        sampling = Sampling(temperature=row["temperature"])
+        read = [*prompt, *tokens[:-1]]  # what comes after the last token is in no trace
+        sides = [distributions(model.new_context(), read, sampling, size, len(tokens)) for model in models]
+        overlap, equal, confidences = [], [], []
+        for (p, _), (q, confidence) in zip(*sides, strict=True):
+            overlap.append(round(float(np.minimum(p, q).sum()), 6))
+            equal.append(round(float((p * q).sum()), 6))
+            confidences.append(round(confidence, 6))
+        traces.append({"kind": row["kind"], "temperature": row["temperature"], "prompt": prompt, "tokens": tokens,
+                       "overlap": overlap, "equal": equal, "confidences": confidences})  # fmt: skip
+        print(f"{row['kind']:9} t={row['temperature']:g}  overlap {np.mean(overlap):.3f}  equal {np.mean(equal):.3f}")
+        pair = {"target": options.model.name, "draft": options.draft.name}
+        save("traces", {"pair": pair, "traces": traces}, options.traces)
+
+
+def speedup(traces: Sequence[dict[str, Any]], accepts: str, costs: Costs, policy: Any, use_lookup: bool) -> float:
+    """Over plain decoding: the geometric mean over traces."""
+    logs = []
+    for trace in traces:
+        played = [
+            replay(
+                Trace(trace[accepts], trace["confidences"], trace["tokens"], trace["prompt"]), policy(), costs,
+                random=Random(draw), lookup=Lookup() if use_lookup else None,
+            )
+            for draw in range(DRAWS)
+        ]  # fmt: skip
+        logs.append(log(sum(run.tokens for run in played) / sum(run.cost for run in played)))
+    return exp(sum(logs) / len(logs))
+
+
+def project(options: argparse.Namespace) -> None:
+    document = json.loads(options.traces.read_text())
+    pair = "{target} with {draft}".format(**document["pair"])
+    projections = []
+    for table, costs in TABLES.items():
+        print(f"PROJECTION, not a measurement\n  costs: {table}\n  acceptance: recorded from {pair}")
+
+        def ours(costs: Costs = costs) -> Schedule:
+            return AutoSchedule(costs, 15)
+
+        for temperature in sorted({trace["temperature"] for trace in document["traces"]}):
+            traces = [trace for trace in document["traces"] if trace["temperature"] == temperature]
+            theirs = {k: speedup(traces, "equal", costs, lambda k=k: FixedSchedule(k), False) for k in range(1, 9)}
+            fixed = {k: speedup(traces, "overlap", costs, lambda k=k: FixedSchedule(k), False) for k in range(1, 9)}
+            best, best_fixed = max(theirs, key=theirs.__getitem__), max(fixed, key=fixed.__getitem__)
+            figures = {
+                "mlx-lm's policy, K = 3": theirs[3],
+                f"mlx-lm's policy at its best K = {best}": theirs[best],
+                f"rejection sampling at its best K = {best_fixed}": fixed[best_fixed],
+                "K auto, draft model": speedup(traces, "overlap", costs, ours, False),
+                "K auto, hybrid": speedup(traces, "overlap", costs, ours, True),
+            }
+            figures["K auto, hybrid, against mlx-lm's policy at its best K"] = figures["K auto, hybrid"] / theirs[best]
+            print(f"  temperature {temperature:g}, against plain decoding (geometric mean of {len(traces)} prompts)")
+            for name, value in figures.items():
+                print(f"    {name:58} {value:.2f}")
+            projections.append({"costs": table, "temperature": temperature, "projected": figures})
+    save("projection", {"about": "a projection, not a measurement", "pair": document["pair"],
+                        "projections": projections}, options.output)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("-m", "--model", type=Path)
+    parser.add_argument("-d", "--draft", type=Path)
+    parser.add_argument("--tokens-of", type=Path, default=RESULTS / "versus_mlx_lm.json", help="of versus_mlx_lm.py")
+    parser.add_argument("--traces", type=Path, default=RESULTS / "traces.json")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if options.record:
+        if options.model is None or options.draft is None:
+            parser.error("--record needs --model and --draft")
+        record(options)
+    project(options)
+
+
+if __name__ == "__main__":
+    main()

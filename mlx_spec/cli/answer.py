@@ -1,0 +1,67 @@
+"""How an answer leaves `mlx-spec generate`: text as it comes, or one JSON object. Runs no model."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mlx_spec import console
+
+if TYPE_CHECKING:
+    from mlx_spec.completion import Chunk
+    from mlx_spec.metrics import Statistics
+    from mlx_spec.runtime import LLM
+
+
+def write_text(chunks: Iterator[Chunk], end_progress: Callable[[], None]) -> Statistics:
+    """The answer as it comes, and one newline at its end. What is written stays when Ctrl-C ends it."""
+    statistics, end = None, ""
+    try:
+        for chunk in chunks:
+            end_progress()
+            if chunk.text:
+                end = chunk.text[-1]
+                console.write(chunk.text)
+            statistics = chunk.statistics or statistics
+    except KeyboardInterrupt:
+        if end not in ("", "\n") and not sys.stdout.isatty():
+            console.write("\n")
+        raise
+    if end != "\n":
+        console.write("\n")
+    assert statistics is not None, "the last chunk carries the statistics"
+    return statistics
+
+
+def write_json(chunks: Iterator[Chunk], llm: LLM) -> Statistics:
+    parts = list(chunks)
+    last = parts[-1]
+    assert last.statistics is not None, "the last chunk carries the statistics"
+    answer = {
+        "text": "".join(part.text for part in parts),
+        "tokens": [token for part in parts for token in part.tokens],
+        "finish_reason": last.finish_reason,
+        **last.statistics.as_dict(),
+        "model": llm.name,
+        "draft": llm.draft_name,
+    }
+    if last.logprobs is not None:
+        answer["logprobs"] = [
+            {"token": entry.token, "text": llm.tokenizer.token_text(entry.token), "logprob": entry.logprob,
+             "top": [{"token": token, "text": llm.tokenizer.token_text(token), "logprob": logprob}
+                     for token, logprob in entry.top]}
+            for part in parts for entry in part.logprobs or ()
+        ]
+    console.write_json(_without_infinities(answer))
+    return last.statistics
+
+
+def _without_infinities(value: Any) -> Any:
+    """JSON has no infinities: the log-probability of a forbidden token becomes null."""
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_infinities(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

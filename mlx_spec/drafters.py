@@ -1,0 +1,109 @@
+"""Who drafts for a request, and by which schedule. Knows the draft model and what was asked for; nothing of prompts."""
+
+from __future__ import annotations
+
+import logging
+
+from mlx_spec.calibration import Calibrations
+from mlx_spec.config import SMALLEST_WINDOW, Sampling, Speculation
+from mlx_spec.context import Context, LanguageModel
+from mlx_spec.errors import BadConfig
+from mlx_spec.speculation import (
+    AutoSchedule,
+    Drafter,
+    Drafting,
+    DraftModel,
+    FixedSchedule,
+    Lookup,
+    verify_block,
+    verify_tokenwise,
+)
+
+_log = logging.getLogger("mlx_spec")
+_VERIFY = {"token": verify_tokenwise, "block": verify_block}
+_SHORT_ANSWER = 8
+"""Tokens of an answer for which measuring the machine would not pay."""
+
+
+class Drafters:
+    """What can draft for one target: a draft model, if there is one that works, and lookup where tokens can be taken
+    back."""
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        draft: LanguageModel | None,
+        *,
+        draft_name: str | None,
+        draft_context_length: int | None,
+        window: int | None,
+        calibrations: Calibrations,
+    ) -> None:
+        """draft_name: that of the draft that was loaded, whether it can be used or not."""
+        self._target, self._draft, self._draft_name = target, draft, draft_name
+        self._draft_context_length, self._window = draft_context_length, window
+        self._calibrations = calibrations
+
+    def chosen(self, speculation: Speculation) -> str:
+        """The drafter that `speculation` means. Raises BadConfig where that is a draft model and none was loaded."""
+        drafter = speculation.drafter
+        if speculation.plain:
+            return "none"
+        if drafter in ("model", "hybrid") and self._draft_name is None:
+            raise BadConfig(
+                f"drafter is {drafter!r}, and no draft model is loaded; name one (--draft, load(model, draft=)), or "
+                "use the drafter lookup."
+            )
+        if self._target.rewind_obstacle:
+            if drafter is not None and self._draft_name is None:  # with a draft it was said when that was loaded
+                _log.warning(f"no speculation, plain decoding: the target {self._target.rewind_obstacle}")
+            return "none"
+        if self._draft is None:  # none at all, or one that cannot take tokens back
+            return "none" if drafter == "model" else "lookup"
+        return drafter or "hybrid"
+
+    def start(
+        self, drafter: str, verification: str, sampling: Sampling, sinks: int, vocabulary_size: int
+    ) -> Drafting | None:
+        """For one generation, without a schedule yet; None for plain decoding."""
+        model = self._draft_model(sampling, sinks, vocabulary_size) if drafter in ("model", "hybrid") else None
+        lookup = Lookup() if drafter in ("lookup", "hybrid") else None
+        if model is None and lookup is None:
+            return None
+        return Drafting(model=model, lookup=lookup, verify=_VERIFY[verification])
+
+    def schedule(self, drafting: Drafting, speculation: Speculation, target: Context, limit: int | None) -> float:
+        """Give `drafting`, whose prompt has been read, its schedule. limit: tokens of the answer. Returns the seconds
+        that measuring took where costs were not known."""
+        if speculation.draft_tokens != "auto":
+            drafting.schedule = FixedSchedule(speculation.draft_tokens)
+            return 0.0
+        draft = drafting.model.context if drafting.model is not None else None
+        short = limit is not None and limit <= _SHORT_ANSWER
+        calibration, seconds = self._calibrations.for_request(target, draft, measure=not short)
+        if calibration is not None:
+            drafters: list[Drafter] = ["lookup"] if drafting.lookup is not None else []
+            if drafting.model is not None:
+                drafting.model.lazily = calibration.chains_lazily
+                drafters.append("model")
+            # Where waiting for each token costs nothing, the draft can be asked how sure it is.
+            drafting.stops_early = not calibration.chains_lazily
+            drafting.schedule = AutoSchedule(
+                calibration.costs(), speculation.most_draft_tokens, drafters=drafters,
+                stops_early=drafting.stops_early,
+            )  # fmt: skip
+        return seconds
+
+    def _draft_model(self, sampling: Sampling, sinks: int, vocabulary_size: int) -> DraftModel | None:
+        assert self._draft is not None
+        window, limit = self._window, self._draft_context_length
+        if window is not None and limit is not None:  # what the draft sees is its own affair
+            window = min(window, limit - sinks)
+            if window < SMALLEST_WINDOW:
+                _log.warning(
+                    f"the draft's context of {limit} tokens has no room for {sinks} sinks and {SMALLEST_WINDOW} more: "
+                    "no drafts by it"
+                )
+                return None
+            limit = None
+        return DraftModel(self._draft.new_context(sinks, window), sampling, vocabulary_size, limit)
