@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -82,7 +82,7 @@ class Calibrations:
         self._kept = kept
         self._limits = target.context_length, draft.context_length if draft is not None else None
         backend = "CPU" if mx.default_device() == mx.cpu else "GPU"
-        parts = [f"{backend}, mlx-spec {version('mlx-spec')}", f"target {_identity(target)} in {kv.storage}"]
+        parts = [f"{backend}, mlx-spec {_version()}", f"target {_identity(target)} in {kv.storage}"]
         if draft is not None:
             parts.append(f"draft {_identity(draft)} in {kv.draft_storage}")
         self._visible: int | None = None
@@ -132,6 +132,13 @@ class Calibrations:
     @property
     def _store(self) -> Store:
         return store() if self._kept is None else self._kept
+
+
+def _version() -> str:
+    try:
+        return version("mlx-spec")
+    except PackageNotFoundError:  # run from its sources
+        return "sources"
 
 
 def _identity(model: LoadedModel) -> str:

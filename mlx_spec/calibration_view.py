@@ -100,7 +100,7 @@ def show(report: Report) -> None:
 
 def _show_passes(measured: Sequence[Calibration]) -> None:
     console.write(
-        "A pass of the target over M rows, by tokens in its context: milliseconds, and V, in passes over one\n"
+        "A target pass over M rows, by tokens in context: milliseconds, and V, relative to one row, never falling\n"
     )
     columns = ["ROWS"]
     for calibration in measured:
