@@ -26,6 +26,9 @@ class Pair:
 
 
 SHARE = HEAD + "threadgroup float tile[64]; tile[t] = x[t];"
+MATRIX = (
+    LANE + "threadgroup float tile[64]; tile[lane] = 1; tile[lane + 32] = 1;" + BARRIER + "simdgroup_float8x8 m;"
+)
 PAIRS = {
     "load past a device buffer": Pair(
         shim.OutOfBounds, r"thread \(63, 0, 0\): load out of bounds: 4 bytes at index 64 of device input 'x' \(64 el",
@@ -171,6 +174,27 @@ PAIRS = {
         shim.BadLaunch, r"arguments of a simdgroup matrix operation differ",
         LANE + "simdgroup_float8x8 m; simdgroup_load(m, x + lane / 31); simdgroup_store(m, out);",
         LANE + "simdgroup_float8x8 m; simdgroup_load(m, x + lane / 32); simdgroup_store(m, out);",
+        {"threads": 32, "group": 32}),
+    "a matrix half outside a threadgroup array": Pair(
+        shim.OutOfBounds, r"index 64 of threadgroup array 'tile'",
+        MATRIX + "simdgroup_load(m, tile + 4 * n[1] / 15 - 12); simdgroup_store(m, out);",
+        MATRIX + "simdgroup_load(m, tile + 4 * n[1] / 15 - 16); simdgroup_store(m, out);",
+        {"threads": 32, "group": 32}),
+    "a matrix nobody has written": Pair(
+        shim.Uninitialised, r"nobody has written: 4 bytes at index 32 of threadgroup array 'tile'",
+        MATRIX.replace("tile[lane + 32] = 1;", "") + "simdgroup_load(m, tile); simdgroup_store(m, out);",
+        MATRIX + "simdgroup_load(m, tile); simdgroup_store(m, out);",
+        {"threads": 32, "group": 32}),
+    "no barrier between a store and a matrix": Pair(
+        shim.DataRace, r"load after a store by thread \d+ with no barrier between: .*'tile'",
+        MATRIX + "tile[lane] = 2; simdgroup_load(m, tile); simdgroup_store(m, out);",
+        MATRIX + "tile[lane] = 2; " + BARRIER + " simdgroup_load(m, tile); simdgroup_store(m, out);",
+        {"threads": 32, "group": 32}),
+    "no barrier between a matrix and a load": Pair(
+        shim.DataRace, r"load after a store by thread \d+ with no barrier between: .*'tile'",
+        MATRIX + "simdgroup_load(m, x); simdgroup_store(m, tile); out[lane] = tile[lane]; out[lane + 32] = 0;",
+        MATRIX + "simdgroup_load(m, x); simdgroup_store(m, tile); " + BARRIER
+        + "out[lane] = tile[lane]; out[lane + 32] = 0;",
         {"threads": 32, "group": 32}),
     "a device pointer to threadgroup memory": Pair(
         shim.AddressSpaceError, r"example.*:\d+:\d+: error: .*const device float\* p = tile|address_space",

@@ -27,7 +27,7 @@ from .translate import translate
 _HERE = Path(__file__).parent
 _COMMON = ["-std=c++20", "-Wno-everything", "-Wno-reserved-user-defined-literal", "-ferror-limit=5", "-nostdinc++"]
 _COMMON += ["-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all", "-fsigned-char", "-fno-stack-protector"]
-_COMMON += ["-U_FORTIFY_SOURCE"]
+_COMMON += ["-U_FORTIFY_SOURCE", "-fvisibility=hidden"]  # hidden: one object calls the other without a detour
 # Redundant loads in straight-line code may merge, as on a GPU; nothing is vectorised, and a vector of which one element
 # is used is not narrowed to it, so an access keeps the width the source gives it.
 _KERNEL = ["-O1", "-fno-vectorize", "-fno-slp-vectorize", "-fno-threadsafe-statics", "-gline-tables-only", "-gdwarf-4"]
@@ -110,7 +110,8 @@ def _entry(item: Unit) -> str:
         else:
             wrapper = "pointer" if parameter.is_pointer else "reference"
             arguments.append(f"shim::{wrapper}{{b[{parameter.buffer}]}}")
-    return f'extern "C" void {item.entry}(void* const* b) {{ {item.program.instantiation}({", ".join(arguments)}); }}'
+    call = f"{item.program.instantiation}({', '.join(arguments)})"
+    return f'extern "C" __attribute__((visibility("default"))) void {item.entry}(void* const* b) {{ {call}; }}'
 
 
 def _text(units: Sequence[Unit]) -> str:

@@ -5,6 +5,7 @@ Knows the text only: nothing is compiled or run here.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -172,12 +173,17 @@ def most_threads(program: Program) -> int | None:
 
 def parameters(program: Program) -> list[Parameter]:
     """What the kernel function takes, in order."""
-    text = blank(program.text)
-    head = heads(text).get(program.function)
+    return list(_parameters(program.text, program.function))
+
+
+@functools.lru_cache
+def _parameters(source: str, function: str) -> tuple[Parameter, ...]:
+    text = blank(source)
+    head = heads(text).get(function)
     if head is None:
-        raise BadLaunch(f"no kernel function {program.function!r} in the source")
+        raise BadLaunch(f"no kernel function {function!r} in the source")
     listing = text[head.end() : closing(text, head.end() - 1, "()") - 1]
-    return [_parameter(part) for part in split(listing)]
+    return tuple(_parameter(part) for part in split(listing))
 
 
 def _parameter(text: str) -> Parameter:

@@ -34,7 +34,7 @@ template <class T> constexpr bool exchangeable = !__is_same(element<T>, bool) &&
 template <class T> constexpr bool reducible = exchangeable<T> && sizeof(element<T>) <= 4;
 
 // combine(in, out, lanes) once for the simdgroup; In and Out are what a lane gives and gets.
-template <class Out, class In, class F> inline Out exchange(const In& in, const char* operation, uint line, F) {
+template <class Out, class In, class F> SHIM_APART Out exchange(In in, const char* operation, uint line, F) {
   Out out;
   static_assert(sizeof(In) <= 64 && sizeof(Out) <= 64, "too large to exchange between lanes");
   shim_simd(&in, sizeof(In), &out, sizeof(Out), operation, line,

@@ -160,8 +160,9 @@ static void run_grid(Buffer* buffers, u32 count) {
   }
 }
 
-extern "C" int shim_launch(void (*entry)(void* const*), Buffer* buffers, u32 count, const u32* grid, const u32* threadgroup,
-                           const Limits* limits, Outcome* outcome) {
+extern "C" __attribute__((visibility("default"))) int shim_launch(void (*entry)(void* const*), Buffer* buffers, u32 count,
+                                                                  const u32* grid, const u32* threadgroup,
+                                                                  const Limits* limits, Outcome* outcome) {
   memset(&launch, 0, sizeof launch);
   memset(simdgroups, 0, sizeof simdgroups);
   memset(fibres, 0, sizeof fibres);

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define INLINE inline __attribute__((always_inline))  // each size of access gets its own code
+
 int describe_slot(char* text, size_t size, const Slot& slot, u64 address, u32 bytes) {
   static const char* kinds[] = {"device input", "constant input", "device output", "threadgroup array"};
   const long long index = (long long)(address - slot.begin) >= 0
@@ -24,7 +26,7 @@ void track(Slot& slot) {
 }
 
 // Smaller granules from now on; what was known of the larger holds for each part.
-static void refine(Slot& slot, u32 shift) {
+__attribute__((noinline, cold)) static void refine(Slot& slot, u32 shift) {
   Cell* cells = slot.cells;
   u32* loaded_by = slot.loaded_by;
   const u64 count = slot.bytes >> shift;
@@ -42,7 +44,8 @@ static void refine(Slot& slot, u32 shift) {
 }
 
 static u64 site;  // return address of the latest access
-[[noreturn]] static void refuse(Fault fault, const Slot& slot, u64 address, u32 bytes, const char* format, u32 other = 0) {
+[[noreturn]] __attribute__((noinline, cold)) static void refuse(Fault fault, const Slot& slot, u64 address, u32 bytes,
+                                                                const char* format, u32 other = 0) {
   char where[300], text[200];
   describe_slot(where, sizeof where, slot, address, bytes);
   snprintf(text, sizeof text, format, other);
@@ -58,7 +61,7 @@ inline bool ordered(const Access& now, u16 thread, u32 epoch, u32 simd_epoch) {
   return thread == now.thread || epoch != now.epoch || (thread / kLanes == now.simdgroup && simd_epoch != now.simd_epoch);
 }
 
-void store(Slot& slot, u64 address, u32 bytes, const Access& now, bool atomic) {
+INLINE void store(Slot& slot, u64 address, u32 bytes, const Access& now, bool atomic) {
   Cell* cell = slot.cells + ((address - slot.begin) >> slot.shift);
   const bool shared = slot.kind == kThreadgroup;
   for (u32 i = 0; i < bytes >> slot.shift; i++, cell++) {
@@ -87,7 +90,7 @@ void store(Slot& slot, u64 address, u32 bytes, const Access& now, bool atomic) {
   }
 }
 
-void load(Slot& slot, u64 address, u32 bytes, const Access& now, bool atomic) {
+INLINE void load(Slot& slot, u64 address, u32 bytes, const Access& now, bool atomic) {
   Cell* cell = slot.cells + ((address - slot.begin) >> slot.shift);
   const bool shared = slot.kind == kThreadgroup;
   for (u32 i = 0; i < bytes >> slot.shift; i++, cell++) {
@@ -121,7 +124,7 @@ void load(Slot& slot, u64 address, u32 bytes, const Access& now, bool atomic) {
   }
 }
 
-void count_loaded(Slot& slot, u64 address, u32 bytes) {
+INLINE void count_loaded(Slot& slot, u64 address, u32 bytes) {
   if (!slot.buffer) {
     launch.outcome->threadgroup_loaded += bytes;
     return;
@@ -139,7 +142,7 @@ void count_loaded(Slot& slot, u64 address, u32 bytes) {
 }
 
 // Not in a slot: the thread's own stack, or constants of the kernel's file.
-void thread_memory(u64 address, u32 bytes) {
+__attribute__((noinline)) void thread_memory(u64 address, u32 bytes) {
   const u64 low = (u64)fibres[0].stack, high = low + (kStackBytes + kPage) * kMaxThreads;
   const u64 own = (u64)current->stack;
   failed_at = site;
@@ -151,7 +154,7 @@ void thread_memory(u64 address, u32 bytes) {
 }
 }  // namespace
 
-static void access(const void* pointer, u32 bytes, u32 alignment, u32 write, u32 atomic, void* from) {
+static INLINE void access(const void* pointer, u32 bytes, u32 alignment, u32 write, u32 atomic, void* from) {
   site = (u64)from;
   const u64 address = (u64)pointer, offset = address - reserve;
   if (offset >= kSlotBytes * kSlots) return thread_memory(address, bytes);
@@ -180,6 +183,35 @@ static void access(const void* pointer, u32 bytes, u32 alignment, u32 write, u32
 
 extern "C" void shim_access(const void* pointer, u32 bytes, u32 alignment, u32 write, u32 atomic) {
   access(pointer, bytes, alignment, write, atomic, __builtin_return_address(0));
+}
+
+// The 64 elements of an 8x8 matrix, each accessed by the lane that holds it: `matrix_place` of shim_matrix.h, inverted.
+extern "C" void shim_matrix_access(const void* at, u64 stride, u32 transposed, u32 bytes, u32 write) {
+  const u16 first = u16(current->simdgroup * kLanes);
+  const Simdgroup& simdgroup = simdgroups[current->simdgroup];
+  for (u32 row = 0; row < 8; row++) {
+    const u64 address = (u64)at + row * stride * bytes, offset = address - reserve;
+    Slot& slot = slots[offset >> kSlotShift & (kSlots - 1)];
+    const u64 start = address - slot.begin;
+    const bool plain = offset < kSlotBytes * kSlots && start < slot.bytes && 8 * bytes <= slot.bytes - start &&
+        slot.kind >= kOutput && ((start | bytes) & ((u64(1) << slot.shift) - 1)) == 0 && address % bytes == 0;
+    if (!plain) {
+      for (u32 column = 0; column < 8; column++)
+        access((const void*)(address + column * bytes), bytes, bytes, write, 0, __builtin_return_address(0));
+      continue;
+    }
+    const u32 memory = slot.kind == kThreadgroup ? kThreadgroupMemory : kDeviceMemory;
+    Access now = {current->simdgroup, launch.epoch[memory], simdgroup.epoch[memory], 0};
+    site = (u64)__builtin_return_address(0);
+    for (u32 column = 0; column < 8; column++) {
+      const u32 place = transposed ? column * 8 + row : row * 8 + column;
+      now.thread = u16(first + (place + 53) * 45 % 64 / 2);
+      if (write) store(slot, address + column * bytes, bytes, now, false);
+      else load(slot, address + column * bytes, bytes, now, false);
+    }
+    if (!write) count_loaded(slot, address, 8 * bytes);
+    else (slot.buffer ? slot.buffer->stored : launch.outcome->threadgroup_stored) += 8 * bytes;
+  }
 }
 
 // The names the sanitizer pass calls. "unaligned" means that the type promises less than its size.

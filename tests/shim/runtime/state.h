@@ -15,6 +15,8 @@ constexpr u64 kSlotShift = 34, kSlotBytes = u64(1) << kSlotShift, kMiddle = kSlo
 constexpr u32 kDeviceSlots = 32, kThreadgroupSlots = 32, kSlots = kDeviceSlots + kThreadgroupSlots;
 constexpr u32 kLanes = 32, kMaxThreads = 1024, kMaxValue = 64;
 constexpr u64 kStackBytes = 128 << 10, kPage = 16 << 10;
+// A stack is used from so much lower than the one before: tops at like addresses would push each other out of the cache.
+constexpr u64 kStackShift = 7 * 64;
 
 enum Kind : u32 { kInput = 0, kConstant = 1, kOutput = 2, kThreadgroup = 3 };
 enum Order : u32 { kDeviceMemory = 1, kThreadgroupMemory = 2 };  // bits of metal::mem_flags

@@ -60,6 +60,15 @@ static void thread_main() {
   __builtin_trap();
 }
 
+// Most values are of 4 bytes, which are not worth a call.
+static inline void copy(void* to, const void* from, u32 bytes) {
+  if (bytes == 4) {
+    memcpy(to, from, 4);
+  } else if (bytes) {
+    memcpy(to, from, bytes);
+  }
+}
+
 // A value from every lane, one function over all of them, a value to every lane. Each lane switches once per
 // operation: the last to arrive goes straight on, so the values of two operations can be in flight.
 extern "C" void shim_simd(const void* in, u32 in_bytes, void* result, u32 result_bytes, const char* operation, u32 line,
@@ -73,7 +82,7 @@ extern "C" void shim_simd(const void* in, u32 in_bytes, void* result, u32 result
     fail(kSimdDivergence, line, "%s at line %u, while other lanes of the simdgroup are at %s, line %u", operation, line,
          simdgroup.operation, simdgroup.line);
   }
-  if (in_bytes) memcpy(simdgroup.in[side] + lane * in_bytes, in, in_bytes);
+  copy(simdgroup.in[side] + lane * in_bytes, in, in_bytes);
   if (++simdgroup.arrived == simdgroup.lanes) {
     combine(simdgroup.in[side], simdgroup.out[side], simdgroup.lanes);
     simdgroup.arrived = 0;
@@ -85,7 +94,7 @@ extern "C" void shim_simd(const void* in, u32 in_bytes, void* result, u32 result
     simdgroup.ready &= ~(u32(1) << lane);
     yield();
   }
-  if (result_bytes) memcpy(result, simdgroup.out[side] + lane * result_bytes, result_bytes);
+  copy(result, simdgroup.out[side] + lane * result_bytes, result_bytes);
 }
 
 static void nothing(const void*, void*, u32) {}
@@ -149,7 +158,7 @@ void run_group() {
   }
   for (u32 i = 0; i < launch.threads; i++) {
     Fibre& fibre = fibres[i];
-    u64* top = (u64*)(fibre.stack + kStackBytes) - kSavedWords;
+    u64* top = (u64*)(fibre.stack + kStackBytes - i * kStackShift % kPage) - kSavedWords;
     memset(top, 0, kSavedWords * 8);
     top[kReturnWord] = (u64)thread_main;
     fibre.stack_pointer = top;
