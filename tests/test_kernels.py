@@ -4,66 +4,58 @@ from __future__ import annotations
 
 import functools
 import itertools
+import multiprocessing
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 import shim
-from kernel_problems import Case, all_pairs, compile_ahead, on_shim, problem, shim_launch
+from kernel_problems import KERNELS, Case, Cells, compile_ahead, on_shim, problem, shim_launch
 from shim import source as shim_source
 
 from mlx_spec.kernels import reference, registry
 from mlx_spec.kv import PAGE
 from mlx_spec.resources import folder
 
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "rows": tuple(range(1, registry.MOST_ROWS + 1)),
-    "head_dim": registry.HEAD_SIZES,
-    "storage": registry.STORAGE,
-    "group": (1, 4, 8),
-    "sinks": (0, 4, 70),
-    "context": ("whole", "window", "wrapped"),
-    "dtype": registry.TYPES,
-    "kernel": ("vector", "tile"),
-}
-
-
-CASES = [Case(**row) for row in all_pairs(FACTORS)]
+STORAGE = tuple(str(dtype).removeprefix("mlx.core.") for dtype in registry.STORAGE)
+GROUPS = (1, 4, 8)
+ROWS = range(registry.MOST_ROWS, 0, -1)  # the longest first, so that the processes end together
 
 
 @functools.cache
-def compiled_cases() -> None:
-    compile_ahead([problem(case) for case in CASES])
+def compiled(head_dim: int) -> None:
+    compile_ahead([Cells(head_dim, *rest) for rest in itertools.product(GROUPS, ROWS, STORAGE)])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_equals_its_twin_and_reads_nothing_unseen(case: Case) -> None:
-    compiled_cases()
-    problem(case).check(on_shim)
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        yield pool
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("head_dim", registry.HEAD_SIZES)
-def test_attention_of_the_full_matrix(head_dim: int, pytestconfig: pytest.Config) -> None:
-    if "slow" not in pytestconfig.getoption("markexpr"):
-        pytest.skip("takes about 40 minutes: select it with -m slow")
-    factors = [*FACTORS.items()]
-    factors = [(n, v) for n, v in factors if n not in ("head_dim", "dtype")]
-    cases = [
-        Case(head_dim=head_dim, **dict(zip((n for n, _ in factors), values, strict=True)))
-        for values in itertools.product(*(v for _, v in factors))
-    ]
-    for case in cases:
-        problem(case).check(on_shim)
+def test_attention_equals_its_twin_and_reads_nothing_unseen(
+    head_dim: int, group: int, storage: str, processes: ProcessPoolExecutor
+) -> None:
+    compiled(head_dim)
+    for _ in processes.map(Cells.check, [Cells(head_dim, group, rows, storage) for rows in ROWS]):
+        pass
 
 
 @pytest.mark.metal
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_on_this_machines_gpu(case: Case) -> None:
-    problem(case).check(registry.execute)
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("head_dim", registry.HEAD_SIZES)
+def test_attention_on_this_machines_gpu(head_dim: int, group: int, storage: str) -> None:
+    for rows in ROWS:
+        Cells(head_dim, group, rows, storage).check(registry.execute)
 
 
 EDGES: dict[str, tuple[Case, dict[str, Any]]] = {
@@ -88,7 +80,7 @@ EDGES: dict[str, tuple[Case, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", EDGES)
-@pytest.mark.parametrize("kernel", ["vector", "tile"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_attention_at_the_edges(name: str, kernel: registry.AttentionKernel) -> None:
     case, options = EDGES[name]
     problem(case, **{**options, "kernel": kernel}).check(on_shim)
@@ -175,7 +167,7 @@ def test_variants_list_what_a_model_runs(head_dim: int, group: int) -> None:
         return [mx.zeros(s, t) for s, t in zip(launch.output_shapes, launch.output_dtypes, strict=True)]
 
     for rows in range(1, registry.MOST_ROWS + 1):
-        for kernel in ("vector", "tile"):
+        for kernel in KERNELS:
             problem(Case(head_dim, group, rows, mx.int8, 4, "whole", kernel, mx.bfloat16)).attend(collect)
     new = mx.zeros((1, 2, 1, head_dim), mx.bfloat16)
     angles = mx.zeros((1, 1, head_dim))
@@ -194,7 +186,7 @@ def test_what_is_supported() -> None:
     assert registry.default_kernel(256, 8) == "tile"
 
 
-@pytest.mark.parametrize("kernel", ["vector", "tile"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("head_dim", registry.HEAD_SIZES)
 def test_layouts_stay_within_bounds(kernel: registry.AttentionKernel, head_dim: int) -> None:
     for queries in range(1, 8 * registry.MOST_ROWS + 1):
