@@ -32,7 +32,7 @@ _NEEDED = (1, 2, 4)
 _TELLING = (1, 2, 4, 8, 3, 6, 16, 12, 5, 10, 14, 7, 9, 11, 13, 15)
 """Rows, those first that say most about the others."""
 _CHAIN = 4
-"""Passes that follow one another in one sample."""
+"""Passes that follow one another in one sample, at most."""
 _SAMPLES = 5
 _SLOW_SECONDS = 0.5
 """A pass that takes so long is not warmed up: what is compiled at its first run is little of it."""
@@ -135,22 +135,24 @@ def measure(
     watch = _Stopwatch(budget_seconds, progress)
     passes = _Passes(target)
     one = _Trial("1 row", target, lambda: passes.plain(1), 1)
+    # A sample of several passes takes no more than a fraction of the budget.
+    affordable = budget_seconds / 8
     seconds = watch.sample(one)  # compiles what it needs
-    slow = seconds >= _SLOW_SECONDS
-    if slow:
+    if seconds > min(_SLOW_SECONDS, affordable / _CHAIN):
         seconds = watch.sample(one)
-        slow = seconds >= _SLOW_SECONDS
+    slow = seconds >= _SLOW_SECONDS
+    chained = max(1, min(_CHAIN, int(affordable / seconds)))
     if slow:
         watch.note(one, seconds)
     else:
-        watch.first(_Trial("1 row", target, lambda: passes.plain(_CHAIN), _CHAIN), math.inf)
+        watch.first(_Trial("1 row", target, lambda: passes.plain(chained), chained), math.inf)
 
     wanted = [count for count in _in_telling_order(rows) if 1 < count <= ROOM]
     needed = [passes.verifying(count) for count in wanted if count in _NEEDED]
     others = [passes.verifying(count) for count in wanted if count not in _NEEDED]
     if draft is not None:
         drafting = _Passes(draft)
-        steps = _CHAIN // 2 if slow else _CHAIN
+        steps = max(2, chained)
         needed.append(_Trial("draft, synchronised", draft, lambda: drafting.chain(steps, lazily=False), steps))
         if _has_memory_for_chains(draft):
             needed.append(_Trial("draft, lazily", draft, lambda: drafting.chain(steps, lazily=True), steps))

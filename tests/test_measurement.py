@@ -155,6 +155,16 @@ def test_slow_passes_are_not_warmed_up(clock: Clock) -> None:
     assert [seconds for _, seconds in found.target] == pytest.approx([1 + 0.5 * rows for rows in range(16)])
 
 
+@pytest.mark.parametrize(("seconds", "most"), [(0.001, 2.0), (0.02, 2.1), (0.08, 2.1), (0.3, 3.0), (1.5, 12.0)])
+def test_what_a_request_waits_for(clock: Clock, seconds: float, most: float) -> None:
+    # As on a CPU, where each row costs about half of the first: what is needed takes longer than the budget at the end.
+    target, draft = Timed(clock, linear(seconds, seconds / 2)), Timed(clock, linear(seconds / 3, seconds / 6))
+    found = measure(target, draft, budget_seconds=2)  # type: ignore[arg-type]
+    assert clock.now <= most
+    assert [rows for rows, _ in found.target][:2] == [1, 2]
+    assert found.draft_step == pytest.approx(seconds / 3)
+
+
 def test_lazy_chains_where_they_are_faster(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = mx.eval
     monkeypatch.setattr(mx, "eval", lambda *arrays: (setattr(clock, "now", clock.now + 0.01), evaluate(*arrays)))
