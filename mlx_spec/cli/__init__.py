@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_spec.cli import calibrate, doctor, generate, models
+from mlx_spec.cli import bench, calibrate, doctor, generate, models
 from mlx_spec.cli.outcome import Outcome, exit_code
 from mlx_spec.console import write
 
@@ -51,6 +51,7 @@ def _root(
 
 app.command("generate", help=generate.HELP)(generate.generate)
 app.command("models", help=models.HELP)(models.models)
+app.command("bench", help=bench.HELP)(bench.bench)
 app.command("calibrate", help=calibrate.HELP)(calibrate.calibrate)
 app.command("doctor", help=doctor.HELP)(doctor.doctor)
 

@@ -1,0 +1,75 @@
+"""Everything one benchmark found, as one value. Knows no models and measures nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_spec.bench.bandwidth import Bandwidth
+from mlx_spec.bench.figures import WayFigures, figures_of
+from mlx_spec.bench.runs import Run
+
+
+@dataclass
+class Report:
+    """Grows with each run, until it is complete."""
+
+    model: str
+    draft: str | None
+    temperature: float
+    max_tokens: int
+    repeats: int
+    prompts: int
+    planned_runs: int
+    weight_bytes: tuple[int, int]
+    """Of target and draft."""
+    bandwidth: Bandwidth
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.runs) == self.planned_runs
+
+    @property
+    def heading(self) -> str:
+        """What was measured, in a line."""
+        pair = self.model if self.draft is None else f"{self.model} with {self.draft}"
+        return f"{pair}, temperature {self.temperature:g}, answers of {self.max_tokens} tokens at most"
+
+    @property
+    def kinds(self) -> list[str]:
+        """Those measured, in the order of their prompts."""
+        return list(dict.fromkeys(run.kind for run in self.runs))
+
+    def figures(self) -> list[WayFigures]:
+        return figures_of(self.runs, *self.weight_bytes)
+
+    def share_of_bandwidth(self, figures: WayFigures) -> float | None:
+        read = figures.weights_read_per_second
+        return None if read is None else read / self.bandwidth.bytes_per_second
+
+    def as_dict(self, machine: dict[str, Any]) -> dict[str, Any]:
+        """For JSON. machine: what the figures belong to."""
+        target, draft = self.weight_bytes
+        return {
+            "complete": self.complete,
+            "model": self.model,
+            "draft": self.draft,
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            "repeats": self.repeats,
+            "prompts": self.prompts,
+            "planned_runs": self.planned_runs,
+            "machine": machine,
+            "weight_bytes": {"target": target, "draft": draft},
+            "bandwidth": {
+                "bytes_per_second": self.bandwidth.bytes_per_second,
+                "array_bytes": self.bandwidth.array_bytes,
+                "how": self.bandwidth.how,
+            },
+            "ways": [
+                figures.as_dict() | {"share_of_bandwidth": self.share_of_bandwidth(figures)}
+                for figures in self.figures()
+            ],
+            "runs": [run.as_dict() for run in self.runs],
+        }
