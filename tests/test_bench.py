@@ -509,6 +509,8 @@ def test_the_command_measures_the_built_in_prompts(run: Any) -> None:
     code, out, err = run("-m", "pair", "--repeats", "2")
     assert (code, err) == (0, "note: the same note each time\n")
     assert out.splitlines()[1] == "12 prompts, 2 times each"
+    assert out.endswith("\n")
+    assert not out.endswith("\n\n")
     assert "Repeats of one prompt lie up to" in out
 
 
@@ -677,6 +679,7 @@ def test_tiny_models(
         assert code == 0, err
         found = json.loads(out)
         assert [way["way"] for way in found["ways"]] == ways
+        assert (found["model"], found["draft"]) == ("target", None if draft == "none" else "draft")
         by_way = {way["way"]: way for way in found["ways"]}
         assert by_way["plain"]["tokens_per_pass"] == 1
         assert by_way["plain"]["drafted_per_pass"] == 0

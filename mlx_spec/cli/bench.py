@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -133,8 +134,9 @@ def _measured(
     check_prompts(llm, prompts, max_tokens)
     ways = ways_of(llm, draft_tokens or [_K])
     report = Report(
-        model=llm.name, draft=llm.draft_name, temperature=settings.temperature, max_tokens=max_tokens, repeats=repeats,
-        prompts=len(prompts), planned_runs=repeats * len(prompts) * len(ways), weight_bytes=llm.weight_bytes,
+        model=_without_folders(llm.name), draft=None if llm.draft_name is None else _without_folders(llm.draft_name),
+        temperature=settings.temperature, max_tokens=max_tokens, repeats=repeats, prompts=len(prompts),
+        planned_runs=repeats * len(prompts) * len(ways), weight_bytes=llm.weight_bytes,
         bandwidth=measure_bandwidth(),
     )  # fmt: skip
     try:
@@ -154,6 +156,12 @@ def _load(model: str, draft: str | None) -> LLM:
         import mlx_spec
 
         return mlx_spec.load(model, draft=False if draft == "none" else draft)
+
+
+def _without_folders(name: str) -> str:
+    """Figures are shown to others; where a model lies on this machine is nobody's concern."""
+    path = Path(name)
+    return path.resolve().name if path.exists() else name
 
 
 def _write(report: Report, *, as_json: bool) -> None:
