@@ -126,7 +126,8 @@ class Calibrations:
             return known, 0.0
         started = time.perf_counter()
         calibration = measurement.measure(target, draft, budget_seconds=_REQUEST_SECONDS)
-        self.keep(calibration)
+        if not calibration.disturbed:  # else this request makes do with it, and the next one measures again
+            self.keep(calibration)
         return calibration, time.perf_counter() - started
 
     @property

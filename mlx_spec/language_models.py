@@ -8,12 +8,14 @@ import logging
 from mlx_spec.architectures import NATIVE, Decoder
 from mlx_spec.architectures.external import ExternalModel
 from mlx_spec.architectures.paged import PagedModel
-from mlx_spec.config import KVConfig
+from mlx_spec.attention import prepare
+from mlx_spec.config import DEFAULT_SINKS, KVConfig
 from mlx_spec.context import LanguageModel
 from mlx_spec.errors import BadConfig
 from mlx_spec.kv import PAGE
 from mlx_spec.loader import LoadedModel, check_pair
 from mlx_spec.tokenizer import Tokenizer
+from mlx_spec.visibility import IN_PASSING
 
 _log = logging.getLogger("mlx_spec")
 
@@ -46,13 +48,27 @@ def language_models(
         small = _language_model(draft, kv.draft_storage, kv.window)
         for warning in check_pair(target, draft):
             _log.warning(warning)
-        if obstacle := _obstacle(large, small):
-            _log.warning(f"no speculation, plain decoding: {obstacle}")
+        if large.rewind_obstacle:
+            _log.warning(f"no speculation, plain decoding: the target {large.rewind_obstacle}")
             small = None
-    for model in (large, small):
-        if isinstance(model, PagedModel):
+        elif small.rewind_obstacle:
+            _log.warning(f"no drafts by this draft model: it {small.rewind_obstacle}")
+            small = None
+    for model, loaded in ((large, target), (small, draft)):
+        if isinstance(model, PagedModel) and loaded is not None:
+            longest = _longest(loaded, kv)
+            arguments, rotary = model.module.arguments, model.module.rotary
+            prepare(model.pool, arguments.heads, rotary, window=kv.window is not None, length=longest)
             model.calibrate(calibration_tokens(target.tokenizer))
     return large, small
+
+
+def _longest(loaded: LoadedModel, kv: KVConfig) -> int | None:
+    """Positions that a sequence holds at most; None if that is open."""
+    if kv.window is None:
+        return loaded.context_length
+    sinks = DEFAULT_SINKS if kv.sinks is None else kv.sinks
+    return None if sinks == "system" else sinks + kv.window + IN_PASSING
 
 
 def _language_model(loaded: LoadedModel, storage: str, window: int | None) -> LanguageModel:
@@ -65,11 +81,3 @@ def _language_model(loaded: LoadedModel, storage: str, window: int | None) -> La
             f"{', '.join(NATIVE)}; leave --kv, --draft-kv, --sinks and --window out."
         )
     return model
-
-
-def _obstacle(target: LanguageModel, draft: LanguageModel) -> str | None:
-    """Which of the two cannot take rejected tokens back, and why."""
-    for role, model in (("target", target), ("draft", draft)):
-        if model.rewind_obstacle:
-            return f"the {role} {model.rewind_obstacle}"
-    return None

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -37,6 +38,7 @@ _SAMPLES = 5
 _SLOW_SECONDS = 0.5
 """A pass that takes so long is not warmed up: what is compiled at its first run is little of it."""
 _CLEARLY = 0.95
+_DOUBTFUL = 1.5
 _SAMPLING = Sampling(temperature=1.0)
 _FAILURES = (RuntimeError, MemoryError, MLXSpecError)
 """How a pass ends for which there is no memory."""
@@ -70,6 +72,16 @@ class Calibration:
     def draft_step(self) -> float | None:
         """A draft step the way it is run here; None without a draft model."""
         return self.draft_lazily if self.chains_lazily else self.draft_synchronised
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether something else must have run meanwhile: rows in one pass cannot take longer than one by one, nor can
+        more rows take less time than fewer. Asked of slow passes, which are timed once; others are medians."""
+        one = self.target[0][1]
+        times = [seconds for _, seconds in self.target]
+        slower = any(seconds > _DOUBTFUL * rows * one for rows, seconds in self.target)
+        falling = any(fewer > _DOUBTFUL * more for fewer, more in pairwise(times))
+        return max(times) >= _SLOW_SECONDS and (slower or falling)
 
     def costs(self) -> Costs:
         """For a schedule. A row that was not measured is taken to cost a step: it never costs more."""

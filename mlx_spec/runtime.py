@@ -19,7 +19,6 @@ from mlx_spec.context import LanguageModel
 from mlx_spec.drafters import Drafters
 from mlx_spec.engine import Decoding, Round
 from mlx_spec.errors import BadConfig
-from mlx_spec.kv import PAGE
 from mlx_spec.language_models import language_models
 from mlx_spec.loader import LoadedModel, resolve, wired_limit
 from mlx_spec.loader import load as load_model
@@ -30,7 +29,7 @@ from mlx_spec.request import Prompt, check_options, checked_prompt, checked_prom
 from mlx_spec.text_stream import Answer
 from mlx_spec.threads import OneThread
 from mlx_spec.tokenizer import Tokenizer
-from mlx_spec.visibility import sinks_of
+from mlx_spec.visibility import IN_PASSING, sinks_of
 
 
 def load(
@@ -56,10 +55,6 @@ def load(
         llm.sampling, llm.speculation = entry.sampling, entry.speculation
         llm.template_arguments = dict(entry.template)
     return llm
-
-
-_IN_PASSING = 512 + 2 * PAGE
-"""Tokens that a sequence behind a window holds for a while beside what it sees: a prompt's pass, and parts of pages."""
 
 
 class LLM:
@@ -128,7 +123,7 @@ class LLM:
             encode = functools.partial(self._prompt_tokens, raw=raw)
             templated = self.tokenizer.has_chat_template and not raw
             sinks = sinks_of(self.kv, self.name, self.context_length, prompt if templated else None, tokens, encode)
-            held = sinks + self.kv.window + _IN_PASSING
+            held = sinks + self.kv.window + IN_PASSING
             planned = held if max_tokens is None else min(planned, held)
         elif self.context_length is not None:
             room = self.context_length - len(tokens)

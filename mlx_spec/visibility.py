@@ -7,8 +7,12 @@ from typing import Any
 
 from mlx_spec.config import DEFAULT_SINKS, SMALLEST_WINDOW, KVConfig
 from mlx_spec.errors import BadConfig
+from mlx_spec.kernels.reference import PAGE
 
 Encode = Callable[[Any], list[int]]
+
+IN_PASSING = 512 + 2 * PAGE
+"""Tokens that a sequence behind a window holds for a while beside what it sees: a prompt's pass, and parts of pages."""
 
 
 def sinks_of(

@@ -100,6 +100,35 @@ def test_a_request_measures_once_per_machine(
     assert Calibrations(*pair, KV, store(file, "M2")).for_request(target, draft, measure=False) == (None, 0.0)
 
 
+def test_what_was_disturbed_is_measured_again(
+    pair: tuple[LoadedModel, LoadedModel], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = contexts(pair)
+    disturbed = replace(ALONE, target=((1, 1.0), (2, 5.0)), draft_synchronised=0.2)
+    monkeypatch.setattr(measurement, "measure", lambda *contexts, **options: disturbed)
+    assert Calibrations(*pair, KV, store(file)).for_request(target, draft)[0] == disturbed
+    monkeypatch.undo()
+    found, seconds = Calibrations(*pair, KV, store(file)).for_request(target, draft)
+    assert found != disturbed
+    assert seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("times", "disturbed"),
+    [
+        (((1, 1.0), (2, 1.1), (4, 2.0)), False),
+        (((1, 1.0), (2, 2.9), (4, 5.9)), False),  # 16-bit rows on quantized weights, and some noise
+        (((1, 0.02), (2, 0.2)), False),  # a median of several
+        (((1, 1.0), (2, 3.1)), True),
+        (((1, 1.0), (2, 1.2), (4, 7.0)), True),
+        (((1, 2.0), (2, 1.2)), True),
+        (((1, 1.0), (2, 2.9), (3, 1.5)), True),
+    ],
+)
+def test_what_cannot_be_the_pass_alone(times: tuple[tuple[int, float], ...], disturbed: bool) -> None:
+    assert replace(ALONE, target=times).disturbed is disturbed
+
+
 def test_a_draft_that_was_not_measured_is_measured(pair: tuple[LoadedModel, LoadedModel], file: Path) -> None:
     calibrations = Calibrations(*pair, KV, store(file))
     calibrations.keep(ALONE)
