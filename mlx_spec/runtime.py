@@ -221,7 +221,7 @@ class LLM:
                     target_passes=total.passes,
                     drafted=total.drafted,
                     accepted=total.accepted,
-                    drafter="none" if drafting is None else drafter,
+                    drafter="none" if drafting is None else drafting.name,
                     draft_tokens=speculation.draft_tokens,
                     verification=speculation.verification,
                     by_drafter=total.by_drafter,

@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
 )
 PROMPT = np.random.default_rng(0).integers(0, 250, 200).tolist()
-PLAIN, DRAFTED = Speculation(draft_tokens=0), Speculation(draft_tokens=4)
+PLAIN, DRAFTED = Speculation(draft_tokens=0), Speculation(draft_tokens=4, drafter="model")
 Make = Callable[..., LLM]
 
 

@@ -43,6 +43,13 @@ class Drafting:
         self.stops_early = False
         """Whether the schedule is asked after each token of the draft model, which takes a synchronisation."""
 
+    @property
+    def name(self) -> str:
+        """Who may draft: "model", "lookup" or, where both may, "hybrid"."""
+        if self.lookup is None:
+            return "model"
+        return "lookup" if self.model is None else "hybrid"
+
     def prefill(self, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:
         """Read the prompt, all but its last token."""
         if self.model is not None:
