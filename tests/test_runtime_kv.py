@@ -143,7 +143,7 @@ def test_a_model_of_the_catalogue_is_kept_as_it_says(
 def test_an_unlimited_answer_with_a_window_goes_past_the_context(make: Make, draft: int | None) -> None:
     llm = make(KVConfig(window=65), draft=draft)
     endless = Sampling(logit_bias=dict.fromkeys(llm.tokenizer.end_tokens, -math.inf))
-    chunks = llm.stream(PROMPT, max_tokens=None, speculation=DRAFTED, sampling=endless)
+    chunks = llm.stream(PROMPT, max_tokens=None, speculation=Speculation(4), sampling=endless)
     tokens: list[int] = []
     sizes = set()
     for chunk in chunks:
