@@ -8,47 +8,59 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# Levels, in log-odds, that the acceptance of a request may be at.
-_LEVELS = tuple(-4.5 + 0.75 * step for step in range(14))  # 0.011 to 0.995
-
-
-def _logistic(log_odds: float) -> float:
-    return 1 / (1 + math.exp(-log_odds))
+# Levels, in log-odds, that the acceptance of a request may be at: 0.011 to 0.995.
+_LEVELS = tuple(-4.5 + 0.75 * step for step in range(14))
+# Nothing is certain, and what was never seen must stay possible.
+_MOST = 0.995
 
 
 class Acceptance:
     """Chances of drafted tokens of several kinds: positions in a draft, say, or lengths of a match.
 
-    Text changes its nature within a request: code, then prose. So what is tracked is not a mean but a *level* that
+    Text changes its nature within a request: code, then prose. So what is tracked is not a mean but a level that
     mostly stays and now and then jumps, as the probabilities of a few levels (the forward filter of a hidden Markov
-    model): many steady outcomes make it sure, a few contrary ones move it. A kind differs from the level by `offsets`
-    in log-odds, known beforehand, and by a factor learned here; a kind that was rarely seen takes after its neighbour.
+    model): many steady outcomes make it sure, a few contrary ones move it. A kind differs from the level by what is
+    known beforehand (`offsets`, in log-odds, times one of `slopes`, which is learned likewise: how much kinds mean
+    in this request), and by a factor of its own, near its neighbour's until it was seen often.
     """
 
-    # Chance that the text changed its nature between two rounds.
-    _change = 0.02
-    # A kind's factor counts about so many outcomes, and before any, so many of its neighbour's.
-    _memory, _shrinkage = 100.0, 8.0
+    # Chances that the level jumps: between two rounds that are observed, and in a round that is not. What is not
+    # observed counts less, since it must not make a drafter promising by itself that has failed so far.
+    _change, _change_unseen = 0.015, 0.003
+    # A kind's factor remembers about so many outcomes, and weighs so many expected ones against them.
+    _memory, _shrinkage = 100.0, 10.0
 
-    def __init__(self, offsets: Sequence[float], accepted: float, rejected: float) -> None:
-        """Begin as if `accepted` and `rejected` tokens had been seen: the weights of a beta distribution."""
-        chances = [_logistic(level) for level in _LEVELS]
-        # In log-odds the density of a beta distribution is this, since dp = p (1 - p) dx.
-        prior = [chance**accepted * (1 - chance) ** rejected for chance in chances]
-        self._prior = [weight / sum(prior) for weight in prior]
-        self._belief = list(self._prior)  # (levels,)
-        self._chances = [[_logistic(level + offset) for level in _LEVELS] for offset in offsets]  # (kinds, levels)
+    def __init__(
+        self,
+        offsets: Sequence[float],
+        *,
+        accepted: float,
+        rejected: float,
+        hopeless: float = 0.0,
+        slopes: Sequence[float] = (1.0,),
+    ) -> None:
+        """Begin as if `accepted` and `rejected` tokens had been seen (the weights of a beta distribution), but for a
+        chance of `hopeless` that hardly any is ever accepted, which a few rejections then make likely."""
+        # The beta's density in log-odds, where dp = p (1 - p) dx.
+        beta = [_logistic(level) ** accepted * _logistic(-level) ** rejected for level in _LEVELS]
+        self._prior = [(1 - hopeless) * weight / sum(beta) for weight in beta]
+        self._prior[0] += hopeless
+        self._slopes = len(slopes)
+        # Of each slope and level, one after the other, (slopes * levels,).
+        self._belief = [weight / len(slopes) for _ in slopes for weight in self._prior]
+        self._chances = [
+            [_logistic(level + slope * offset) for slope in slopes for level in _LEVELS] for offset in offsets
+        ]  # (kinds, slopes * levels)
         self._accepted = [0.0] * len(offsets)
         self._expected = [0.0] * len(offsets)
 
     def reach(self, kinds: Sequence[int]) -> list[float]:
         """Chances that the first, the first two, ... of tokens of these kinds are all accepted."""
-        factors = self._factors()
-        surviving, chances = list(self._belief), []
+        factors, surviving, chances = self._factors(), self._belief, []
         for kind in kinds:
             factor = factors[kind]
             surviving = [
-                weight * min(0.995, factor * chance)
+                weight * min(_MOST, factor * chance)
                 for weight, chance in zip(surviving, self._chances[kind], strict=True)
             ]
             chances.append(sum(surviving))
@@ -56,26 +68,43 @@ class Acceptance:
 
     def observe(self, kinds: Sequence[int], accepted: int) -> None:
         """Of tokens of these kinds the first `accepted` were accepted; the next, if any, was not."""
-        factors = self._factors()
-        belief = [
-            (1 - self._change) * weight + self._change * prior
-            for weight, prior in zip(self._belief, self._prior, strict=True)
-        ]
+        factors, belief = self._factors(), self._jumped(self._change)
         for index, kind in enumerate(kinds[: accepted + 1]):
-            chances = [min(0.995, factors[kind] * chance) for chance in self._chances[kind]]
-            plain = sum(weight * chance for weight, chance in zip(belief, self._chances[kind], strict=True))
-            keep = 1 - 1 / self._memory
-            self._accepted[kind] = keep * self._accepted[kind] + (index < accepted)
-            self._expected[kind] = keep * self._expected[kind] + plain
-            likelihood = chances if index < accepted else [1 - chance for chance in chances]
+            outcome = index < accepted
+            expected = sum(weight * chance for weight, chance in zip(belief, self._chances[kind], strict=True))
+            self._accepted[kind] += outcome - self._accepted[kind] / self._memory
+            self._expected[kind] += expected - self._expected[kind] / self._memory
+            chances = [min(_MOST, factors[kind] * chance) for chance in self._chances[kind]]
+            likelihood = chances if outcome else [1 - chance for chance in chances]
             belief = [weight * chance for weight, chance in zip(belief, likelihood, strict=True)]
             total = sum(belief)
             belief = [weight / total for weight in belief]
         self._belief = belief
 
+    def rest(self) -> None:
+        """A round went by without an outcome."""
+        self._belief = self._jumped(self._change_unseen)
+
+    def _jumped(self, change: float) -> list[float]:
+        """The belief after the level may have jumped; what a kind means stays."""
+        belief, levels = [], len(_LEVELS)
+        for slope in range(self._slopes):
+            weights = self._belief[slope * levels : (slope + 1) * levels]
+            jumped = change * sum(weights)
+            belief += [
+                (1 - change) * weight + jumped * prior for weight, prior in zip(weights, self._prior, strict=True)
+            ]
+        return belief
+
     def _factors(self) -> list[float]:
         factors, neighbour = [], 1.0
         for accepted, expected in zip(self._accepted, self._expected, strict=True):
-            neighbour = (accepted + self._shrinkage * neighbour) / (expected + self._shrinkage)
+            # Half way back to 1, so that the first kinds' noise is not carried to the last.
+            near = (1 + neighbour) / 2
+            neighbour = (accepted + self._shrinkage * near) / (expected + self._shrinkage)
             factors.append(neighbour)
         return factors
+
+
+def _logistic(log_odds: float) -> float:
+    return 1 / (1 + math.exp(-log_odds))

@@ -7,7 +7,6 @@ those already drafted alone, so the tokens that are emitted follow the target's 
 
 from __future__ import annotations
 
-import math
 import sys
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
@@ -16,6 +15,7 @@ from typing import Literal, Protocol
 
 from mlx_spec.speculation.acceptance import Acceptance
 from mlx_spec.speculation.costs import Costs
+from mlx_spec.speculation.probing import Allowance
 
 Drafter = Literal["model", "lookup"]
 
@@ -102,14 +102,16 @@ class AutoSchedule:
     that differ by position). The best K of the best offer is taken, none where that is below the 1 of plain decoding.
 
     A draft model is given room to go on: after each token it is asked for another only where that should gain more
-    than it costs at the best rate, given how sure of its tokens it was so far.
-
-    What cannot win is parked and probed now and then, to notice when the text changes. A probe comes when a small
-    share of what was spent since the last one pays for it; each that fails makes the share smaller.
-
-    drafters: those that may be offered, for `plain_rounds`. stops_early: whether `proceed` is asked between the steps
-    of a draft model; where steps are chained unseen it is not, and the number chosen is final.
+    than it costs at the best rate, given how sure of its tokens it was so far. What cannot win is parked, and probed
+    with one token now and then, to notice when the text changes (`Allowance`).
     """
+
+    # Of two numbers of tokens that are this close, the smaller: it costs less to be wrong with.
+    _close = 0.998
+    # What a draft model that fell behind has to read first pays over about so many tokens.
+    _catching_up_over = 64
+    # Chances of tokens by position, by the draft's confidence (`_SURENESS`) and by length of a match (`_MATCHES`).
+    # Small models of large ones' families have 0.6 to 0.9 accepted; of matches of 4 to 7 tokens, about half go on.
 
     def __init__(
         self,
@@ -119,88 +121,105 @@ class AutoSchedule:
         drafters: Collection[Drafter] = ("model", "lookup"),
         stops_early: bool = True,
     ) -> None:
+        """drafters: those that may ever be offered. stops_early: whether `proceed` is asked between the steps of a
+        draft model; where its steps are chained unseen it is not, and the number chosen is final."""
         self.parked = False
         self._costs, self._stops_early = costs, stops_early
-        self._most = min(most_draft_tokens, costs.most_rows - 1)
-        self._drafters = [drafter for drafter in drafters if drafter == "lookup" or costs.draft_step is not None]
-        self._positions = Acceptance([0.0] * self._most, accepted=2.8, rejected=1.0)
-        self._sureness = Acceptance(_SURENESS, accepted=2.8, rejected=1.0)
+        self._most = max(0, min(most_draft_tokens, costs.most_rows - 1))
+        usable = [drafter for drafter in drafters if drafter == "lookup" or costs.draft_step is not None]
+        self._positions = Acceptance([0.0] * self._most, accepted=2.8, rejected=0.9, hopeless=0.05)
+        self._sureness = Acceptance(_SURENESS, accepted=2.8, rejected=0.9, hopeless=0.05, slopes=(0.0, 0.5, 1.0))
         self._matches = Acceptance(_MATCHES, accepted=2.0, rejected=1.5)
-        self._probes = {drafter: Probes() for drafter in self._drafters}
-        self._probed: Drafter | None = None
-        self._rate = 1.0
+        self._allowances = {
+            drafter: Allowance(self._cost(Offer(drafter, 1), 1) - 1) for drafter in usable if self._most > 0
+        }
+        self._rate = 1.0  # the best that could be had this round, in tokens for the time of a plain pass
+        self._probing: tuple[Drafter, float] | None = None  # whom, and the loss expected of it
+        self._lag = 0
 
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int] | None:
-        plans = [self._best(offer) for offer in offers if offer.drafter in self._drafters and offer.tokens > 0]
-        plans = [plan for plan in plans if plan.tokens > 0]
-        best = max(plans, key=lambda plan: plan.rate, default=None)
-        self._rate = max(1.0, best.rate) if best else 1.0
-        self._probed = None
-        for plan in plans:
-            wins = plan is best and plan.rate > 1
-            if not wins and self._probes[plan.offer.drafter].affords(self._price(plan.offer)):
-                self._probed = plan.offer.drafter
-                self.parked = False
-                return plan.offer, 1
-        self.parked = best is not None and best.rate <= 1
-        if best is None or self.parked:
+        offers = [offer for offer in offers if offer.tokens > 0 and offer.drafter in self._allowances]
+        self._lag = next((offer.lag for offer in offers if offer.drafter == "model"), self._lag)
+        rates = {offer: self._rates(offer) for offer in offers}
+        best = max(offers, key=lambda offer: max(rates[offer]), default=None)
+        highest = max(rates[best]) if best is not None else 0.0
+        self._rate = max(1.0, highest)
+        self._probing, self.parked = None, False
+        for offer in offers:
+            if offer != best or highest <= 1:
+                loss = self._loss(offer)
+                if self._allowances[offer.drafter].affords(loss):
+                    self._probing = offer.drafter, loss
+                    return offer, 1
+        if best is None or highest <= 1:
+            self.parked = best is not None
             return None
-        if best.offer.drafter == "model" and self._stops_early:
-            return best.offer, min(self._most, best.offer.tokens)
-        return best.offer, best.tokens
+        if best.drafter == "model" and self._stops_early:
+            return best, min(self._most, best.tokens)
+        return best, 1 + next(k for k, rate in enumerate(rates[best]) if rate >= highest * self._close)
 
     def proceed(self, drafted: int, confidences: Sequence[float]) -> bool:
-        if self._probed or drafted >= self._most:
+        if self._probing or drafted >= self._most:
             return False
-        positions = self._positions.reach(range(self._most))
+        reached = self._positions.reach(range(self._most))
         sure = self._sureness.reach([_sureness(confidence) for confidence in confidences])[-1]
-        before = self._costs.verify(drafted + 1)
+        verified = self._costs.verify(drafted + 1)
         gain = 0.0
-        # A step that does not pay by itself may lead to some that do, where V is steep first and flat afterwards.
+        # A step that does not pay by itself may lead to some that do, where V rises first and is flat afterwards.
         for more in range(1, self._most - drafted + 1):
-            gain += sure * positions[drafted + more - 1] / positions[drafted - 1]
-            cost = more * self._costs.draft + self._costs.verify(drafted + more + 1) - before
-            if gain > self._rate * cost:
+            gain += sure * reached[drafted + more - 1] / reached[drafted - 1]
+            if gain > self._rate * (more * self._costs.draft + self._costs.verify(drafted + more + 1) - verified):
                 return True
         return False
 
     def observe(self, offer: Offer | None, drafted: int, accepted: int, confidences: Sequence[float]) -> None:
-        spent = self._cost(offer, drafted)
-        for drafter, probes in self._probes.items():
-            probes.spend(spent)
-            if drafter == self._probed and offer is not None:
-                probes.paid(spent * self._rate - (accepted + 1))
-        if offer is None:
-            return
-        if offer.drafter == "model":
+        for allowance in self._allowances.values():
+            allowance.save(self._cost(offer, drafted))
+        if self._probing is not None and offer is not None:
+            drafter, loss = self._probing
+            self._allowances[drafter].spend(loss, accepted > 0)
+        self._probing = None
+        if offer is not None and offer.drafter == "model":
             self._positions.observe(range(min(drafted, self._most)), accepted)
             self._sureness.observe([_sureness(confidence) for confidence in confidences], accepted)
-        else:
+            self._lag = int(accepted == drafted)
+            return
+        self._positions.rest()
+        self._sureness.rest()
+        self._lag += accepted + 1
+        if offer is not None:
             self._matches.observe(_matches(offer, drafted), accepted)
 
     def plain_rounds(self) -> int:
         if not self.parked:
             return 0
-        rounds = []
-        for drafter in self._drafters:
-            offer = Offer(drafter, self._most, match=64, seen=64)
-            if self._best(offer).rate > 1:
-                return 0
-            rounds.append(self._probes[drafter].rounds(self._price(offer)))
-        return min(rounds, default=0)
+        # The best that each drafter could offer.
+        offers = [Offer(drafter, self._most, match=sys.maxsize, lag=self._lag) for drafter in self._allowances]
+        if any(max(self._rates(offer)) > 1 for offer in offers):
+            return 0
+        return min(self._allowances[offer.drafter].rounds(self._loss(offer)) for offer in offers)
 
-    def _best(self, offer: Offer) -> _Plan:
-        most = min(self._most, offer.tokens)
+    def _reach(self, offer: Offer, tokens: int) -> list[float]:
         if offer.drafter == "model":
-            chances = self._positions.reach(range(most))
-        else:
-            chances = self._matches.reach(_matches(offer, most))
-        emitted, plans = 1.0, [_Plan(offer, 0, 1.0)]
-        for tokens, chance in enumerate(chances, start=1):
-            emitted += chance
-            plans.append(_Plan(offer, tokens, emitted / self._cost(offer, tokens)))
-        highest = max(plan.rate for plan in plans[1:])
-        return next(plan for plan in plans[1:] if plan.rate >= highest * _HAIR)
+            return self._positions.reach(range(tokens))
+        return self._matches.reach(_matches(offer, tokens))
+
+    def _rates(self, offer: Offer) -> list[float]:
+        """Tokens for the time of a plain pass, of drafts of 1, 2, ... tokens."""
+        model, rates, emitted = offer.drafter == "model", [], 1.0
+        for tokens, reach in enumerate(self._reach(offer, min(self._most, offer.tokens)), start=1):
+            emitted += reach
+            cost = self._costs.verify(tokens + 1)
+            if model:
+                # A draft that is accepted whole leaves its last token to be read next time.
+                behind = reach + offer.lag * emitted / self._catching_up_over
+                cost += tokens * self._costs.draft + behind * self._costs.catching_up
+            rates.append(emitted / cost)
+        return rates
+
+    def _loss(self, offer: Offer) -> float:
+        """What drafting one token is expected to lose against the best there is."""
+        return self._cost(offer, 1) * self._rate - 1 - self._reach(offer, 1)[0]
 
     def _cost(self, offer: Offer | None, drafted: int) -> float:
         cost = self._costs.verify(drafted + 1)
@@ -208,46 +227,23 @@ class AutoSchedule:
             cost += drafted * self._costs.draft + offer.lag * self._costs.catching_up
         return cost
 
-    def _price(self, offer: Offer) -> float:
-        return self._cost(offer, 1) * self._rate - 1
 
-
-@dataclass(frozen=True)
-class _Plan:
-    offer: Offer
-    tokens: int
-    rate: float
-
-
-class Probes:
-    _most_share, _least_share, _saved = 0.01, 0.0025, 1.0
-
-    def __init__(self) -> None:
-        self._share, self._allowance = self._most_share, 0.0
-
-    def spend(self, cost: float) -> None:
-        self._allowance = min(self._saved, self._allowance + self._share * cost)
-
-    def affords(self, price: float) -> bool:
-        return price <= self._allowance
-
-    def paid(self, loss: float) -> None:
-        self._allowance = min(self._saved, self._allowance - loss)
-        self._share = self._most_share if loss < 0 else max(self._least_share, self._share / 1.5)
-
-    def rounds(self, price: float) -> int:
-        return max(0, math.ceil((price - self._allowance) / self._share) - 1)
-
-
-_HAIR = 0.998
-_EDGES = (0.2, 0.4, 0.6, 0.75, 0.9, 0.97)
+# Kinds of drafted tokens, and how far each is from the middle one in log-odds.
+_CONFIDENCES = (0.2, 0.4, 0.6, 0.75, 0.9, 0.97)
 _SURENESS = (-2.5, -1.6, -0.8, -0.2, 0.5, 1.5, 2.5)
-_MATCHES = (-2.0, -1.2, -0.4, 0.4, 1.2, 2.0)
+# By bits of the matched length: 1, 2-3, 4-7, 8-15, 16-31, 32 and more.
+_MATCHES = (-2.2, -1.2, 0.0, 1.2, 2.2, 3.0)
+_OFTEN = 3
 
 
 def _sureness(confidence: float) -> int:
-    return bisect_right(_EDGES, confidence)
+    return bisect_right(_CONFIDENCES, confidence)
 
 
 def _matches(offer: Offer, tokens: int) -> list[int]:
-    return [min(len(_MATCHES) - 1, (offer.match + i - 1).bit_length()) for i in range(tokens)]
+    """A token that follows accepted ones has them in its match too; one that followed often is as good as one that
+    followed a longer match."""
+    bits = [(offer.match + index).bit_length() for index in range(tokens)]
+    if bits and offer.seen >= _OFTEN:
+        bits[0] += 1
+    return [min(max(bit, 1), len(_MATCHES)) - 1 for bit in bits]
