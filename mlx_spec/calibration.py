@@ -17,12 +17,13 @@ from mlx.utils import tree_flatten
 
 from mlx_spec import measurement, remembered
 from mlx_spec.architectures.paged import PagedContext
+from mlx_spec.calibration_record import Calibration
 from mlx_spec.config import DEFAULT_SINKS, SMALLEST_WINDOW, KVConfig
 from mlx_spec.context import Context, LanguageModel, prefill
 from mlx_spec.errors import BadConfig, DoesNotFit
 from mlx_spec.language_models import calibration_tokens, language_models
 from mlx_spec.loader import LoadedModel
-from mlx_spec.measurement import ROOM, Calibration, Progress
+from mlx_spec.measurement import ROOM, Progress
 from mlx_spec.memory import check_cache_fits, wired_limit
 from mlx_spec.visibility import sinks_of
 

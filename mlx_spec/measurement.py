@@ -3,30 +3,26 @@ clock; nothing of who asks, nor of what is remembered."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 from time import perf_counter
-from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.calibration_record import ROWS, SLOW_SECONDS, Calibration
 from mlx_spec.config import Sampling
 from mlx_spec.context import Context
 from mlx_spec.errors import MLXSpecError
 from mlx_spec.memory import available_memory
 from mlx_spec.sampling import distribution, draw
-from mlx_spec.speculation.costs import Costs
 from mlx_spec.speculation.verify import verify_block
 
 Progress = Callable[[str], None]
 """Told what is timed next."""
 
-ROWS = tuple(range(1, 17))
 ROOM = 32
 """Positions beyond its text that a context is taken to at most: those of the pass in which a draft catches up."""
 _NEEDED = (1, 2, 4)
@@ -35,96 +31,9 @@ _TELLING = (1, 2, 4, 8, 3, 6, 16, 12, 5, 10, 14, 7, 9, 11, 13, 15)
 _CHAIN = 4
 """Passes that follow one another in one sample, at most."""
 _SAMPLES = 5
-_SLOW_SECONDS = 0.5
-"""A pass that takes so long is not warmed up: what is compiled at its first run is little of it."""
-_CLEARLY = 0.95
-_DOUBTFUL = 1.5
 _SAMPLING = Sampling(temperature=1.0)
 _FAILURES = (RuntimeError, MemoryError, MLXSpecError)
 """How a pass ends for which there is no memory."""
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Seconds of passes after a text of `context_length` tokens, each a median."""
-
-    context_length: int
-    target: tuple[tuple[int, float], ...]
-    """(rows, seconds), rows ascending from 1. One row is plain decoding, with its next pass in flight."""
-    draft_lazily: float | None
-    """A draft step where each is built on the one before in flight; None if not measured."""
-    draft_synchronised: float | None
-    """A draft step where each token is waited for; None without a draft model."""
-    draft_row: float | None
-    """One more row in a draft pass of many; None if not measured."""
-    measured_at: str
-    """ISO 8601."""
-
-    @property
-    def chains_lazily(self) -> bool:
-        """Whether draft steps are clearly faster without a synchronisation after each. Where they are not, reading
-        every token costs nothing and tells when to stop."""
-        if self.draft_lazily is None or self.draft_synchronised is None:
-            return False
-        return self.draft_lazily < _CLEARLY * self.draft_synchronised
-
-    @property
-    def draft_step(self) -> float | None:
-        """A draft step the way it is run here; None without a draft model."""
-        return self.draft_lazily if self.chains_lazily else self.draft_synchronised
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether something else must have run meanwhile: rows in one pass cannot take longer than one by one, nor can
-        more rows take less time than fewer. Asked of slow passes, which are timed once; others are medians."""
-        one = self.target[0][1]
-        times = [seconds for _, seconds in self.target]
-        slower = any(seconds > _DOUBTFUL * rows * one for rows, seconds in self.target)
-        falling = any(fewer > _DOUBTFUL * more for fewer, more in pairwise(times))
-        return max(times) >= _SLOW_SECONDS and (slower or falling)
-
-    def costs(self) -> Costs:
-        """For a schedule. A row that was not measured is taken to cost a step: it never costs more."""
-        step = self.draft_step
-        return Costs(self.target, step, self.draft_row if self.draft_row is not None else step or 0.0)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON; `from_json` reads it."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Any) -> Calibration | None:
-        """What `as_dict` gave, however it was kept meanwhile; None for anything else."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(value, dict) or sorted(value) != sorted(names):
-            return None
-        try:
-            target = tuple((_whole(rows, 1, ROWS[-1]), _seconds(seconds)) for rows, seconds in value["target"])
-            lazily, synchronised, row = (
-                None if value[name] is None else _seconds(value[name], or_none_at_all=name == "draft_row")
-                for name in ("draft_lazily", "draft_synchronised", "draft_row")
-            )
-            length, moment = _whole(value["context_length"], 0, 2**40), value["measured_at"]
-            datetime.fromisoformat(moment)
-            calibration = cls(length, target, lazily, synchronised, row, moment)
-            calibration.costs()
-        except (ValueError, TypeError):
-            return None
-        return calibration if synchronised is not None or (lazily is None and row is None) else None
-
-
-def _whole(value: Any, least: int, most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(value)
-    return value
-
-
-def _seconds(value: Any, or_none_at_all: bool = False) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(value)
-    if value == 0 and not or_none_at_all:
-        raise ValueError(value)
-    return float(value)
 
 
 def measure(
@@ -150,9 +59,9 @@ def measure(
     # A sample of several passes takes no more than a fraction of the budget.
     affordable = budget_seconds / 8
     seconds = watch.sample(one)  # compiles what it needs
-    if seconds > min(_SLOW_SECONDS, affordable / _CHAIN):
+    if seconds > min(SLOW_SECONDS, affordable / _CHAIN):
         seconds = watch.sample(one)
-    slow = seconds >= _SLOW_SECONDS
+    slow = seconds >= SLOW_SECONDS
     chained = max(1, min(_CHAIN, int(affordable / seconds)))
     if slow:
         watch.note(one, seconds)

@@ -23,13 +23,14 @@ from tiny import tiny_module
 from mlx_spec import calibration, calibration_view, loader, measurement
 from mlx_spec.architectures.external import ExternalModel
 from mlx_spec.calibration import Calibrations, LeftOut, Store, calibrate
+from mlx_spec.calibration_record import Calibration
 from mlx_spec.cli import main
 from mlx_spec.config import KVConfig
 from mlx_spec.context import Context, prefill
 from mlx_spec.errors import BadConfig, DoesNotFit
 from mlx_spec.language_models import language_models
 from mlx_spec.loader import LoadedModel
-from mlx_spec.measurement import ROOM, Calibration
+from mlx_spec.measurement import ROOM
 from mlx_spec.remembered import Remembered
 from mlx_spec.speculation.costs import Costs
 

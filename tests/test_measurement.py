@@ -18,9 +18,10 @@ from mlx_spec import measurement
 from mlx_spec.architectures import model_classes
 from mlx_spec.architectures.external import ExternalModel
 from mlx_spec.architectures.paged import PagedModel
+from mlx_spec.calibration_record import ROWS, Calibration
 from mlx_spec.context import Context, LanguageModel, prefill
 from mlx_spec.errors import DoesNotFit
-from mlx_spec.measurement import ROOM, ROWS, Calibration, measure
+from mlx_spec.measurement import ROOM, measure
 
 COLUMNS = 32
 
