@@ -202,7 +202,7 @@ def calibrate(
                     progress(f"{length} tokens: reading")
                     _fill(held, text, length)
                 found = measurement.measure(
-                    context, drafting, budget_seconds=_LENGTH_SECONDS,
+                    context, drafting, budget_seconds=_LENGTH_SECONDS, thorough=True,
                     progress=functools.partial(_tell, progress, length),
                 )  # fmt: skip
             except (DoesNotFit, _TooSlow) as error:

@@ -25,7 +25,7 @@ Progress = Callable[[str], None]
 
 ROOM = 32
 """Positions beyond its text that a context is taken to at most: those of the pass in which a draft catches up."""
-_NEEDED = (1, 2, 4)
+_NEEDED, _THOROUGHLY_NEEDED = (1, 2, 4), (1, 2, 4, 8, 16)
 _TELLING = (1, 2, 4, 8, 3, 6, 16, 12, 5, 10, 14, 7, 9, 11, 13, 15)
 """Rows, those first that say most about the others."""
 _CHAIN = 4
@@ -42,12 +42,14 @@ def measure(
     *,
     rows: Iterable[int] = ROWS,
     budget_seconds: float,
+    thorough: bool = False,
     progress: Progress | None = None,
 ) -> Calibration:
     """Time passes of contexts that hold a text, and leave the contexts as they were, however this ends.
 
     rows: of the target's passes. Once `budget_seconds` are used up, what has not been timed is left out, but never
-    what a schedule cannot do without: 1, 2 and 4 rows and the draft's step. Passes for which there is no memory are
+    what a schedule cannot do without: 1, 2 and 4 rows and the draft's step; if `thorough`, never what lets it go as far
+    as it can either: 8 and 16 rows and the draft's catching up. Passes for which there is no memory are
     left out too, except the one over a single row. The contexts reach up to `ROOM` positions beyond their text.
     Raises ValueError for a context that cannot be rewound.
     """
@@ -69,8 +71,9 @@ def measure(
         watch.first(_Trial("1 row", target, lambda: passes.plain(chained), chained), math.inf)
 
     wanted = [count for count in _in_telling_order(rows) if 1 < count <= ROOM]
-    needed = [passes.verifying(count) for count in wanted if count in _NEEDED]
-    others = [passes.verifying(count) for count in wanted if count not in _NEEDED]
+    least = _THOROUGHLY_NEEDED if thorough else _NEEDED
+    needed = [passes.verifying(count) for count in wanted if count in least]
+    others = [passes.verifying(count) for count in wanted if count not in least]
     if draft is not None:
         drafting = _Passes(draft)
         steps = max(2, chained)
@@ -78,7 +81,11 @@ def measure(
         if _has_memory_for_chains(draft):
             needed.append(_Trial("draft, lazily", draft, lambda: drafting.chain(steps, lazily=True), steps))
         # Many rows: with few the difference drowns in the noise.
-        others.insert(1, _Trial("draft, catching up", draft, drafting.catch_up, 1, ROOM))
+        catching_up = _Trial("draft, catching up", draft, drafting.catch_up, 1, ROOM)
+        if thorough:
+            needed.append(catching_up)
+        else:
+            others.insert(1, catching_up)
     for trial in needed:
         # A slow pass that took no longer than its rows one by one was not held up by compiling.
         watch.first(trial, trial.rows * seconds if slow else 0.0)

@@ -135,6 +135,13 @@ def test_the_budget(clock: Clock, seconds: float) -> None:
     assert clock.now < 31 * seconds
 
 
+def test_thoroughly_whatever_the_budget(clock: Clock) -> None:
+    target, draft = Timed(clock, linear(2.0, 1.0)), Timed(clock, linear(0.2, 0.1))
+    found = measure(target, draft, budget_seconds=0, thorough=True)  # type: ignore[arg-type]
+    assert [rows for rows, _ in found.target] == [1, 2, 4, 8, 16]
+    assert found.draft_row == pytest.approx(0.1)
+
+
 def test_the_most_telling_rows_come_first(clock: Clock) -> None:
     names: list[str] = []
     target, draft = Timed(clock, linear(0.01, 0)), Timed(clock, linear(0.01, 0))
