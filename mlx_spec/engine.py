@@ -57,6 +57,7 @@ class _Flight:
     """A round that has been dispatched: device arrays only."""
 
     plan: Plan | None
+    parked: bool
     drafted: int  # k
     confidences: tuple[float, ...]
     packed: mx.array  # (k + 3,): whether the logits are numbers, accepted count, next token, drafts
@@ -111,12 +112,14 @@ class Decoding:
                 if flight is None:
                     flight = self._dispatch(self._plan(left), None)
                 current, flight = flight, None
-                if current.plan is None and self._may_run_ahead(left):
-                    flight = self._dispatch(None, current.next_token)
+                if current.plan is None:
+                    # At once, since the schedule is asked about the next round while this one is in flight.
+                    self._observe(current, 0)
+                    if self._may_run_ahead(left):
+                        flight = self._dispatch(None, current.next_token)
                 tokens, accepted, logprobs = self._read(current)
-                parked = self.drafting is not None and current.plan is None and self.drafting.parked
-                if self.drafting is not None:
-                    self.drafting.observe(current.plan, current.drafted, accepted, current.confidences)
+                if current.plan is not None:
+                    self._observe(current, accepted)
                 counted = flight is not None  # the pass ahead has counted the token already
                 kept, ended = _cut(tokens, end_tokens, keep)
                 self._commit(kept, counted)
@@ -128,7 +131,7 @@ class Decoding:
                     left -= len(kept)
                 drafter = current.plan.offer.drafter if current.plan is not None else None
                 emitted = logprobs and logprobs[: len(kept)]
-                yield Round(kept, current.drafted, accepted, drafter, parked, emitted, ended)
+                yield Round(kept, current.drafted, accepted, drafter, current.parked, emitted, ended)
                 if ended:
                     return
         finally:
@@ -138,14 +141,21 @@ class Decoding:
         """What to draft now, while `left` tokens may still be committed: the target always adds one of its own."""
         if self.drafting is None or not (self.target.can_rewind and self.drafting.can_rewind):
             return None
-        return self.drafting.plan(self.tokens, MOST_DRAFT_TOKENS if left is None else min(MOST_DRAFT_TOKENS, left - 1))
+        most = MOST_DRAFT_TOKENS if left is None else min(MOST_DRAFT_TOKENS, left - 1)
+        return self.drafting.plan(self.tokens, most, self._vocabulary_size)
+
+    def _observe(self, flight: _Flight, accepted: int) -> None:
+        if self.drafting is not None:
+            self.drafting.observe(flight.plan, flight.drafted, accepted, flight.confidences)
 
     def _may_run_ahead(self, left: int | None) -> bool:
-        """Whether the next plain pass may start before the last token has been read: if nothing would be drafted now,
-        then not after one token more either, or one token later."""
-        target = self.target
-        more = left is None or left > 1
-        return more and target.can_rewind and target.chains_cheaply and self._plan(left) is None
+        """Whether the next pass may start before the last token has been read, as a plain one: where nothing would be
+        drafted without that token. If something would be with it, it is one token later."""
+        if left is not None:
+            left -= 1  # what is in flight
+            if left == 0:
+                return False
+        return self.target.can_rewind and self.target.chains_cheaply and self._plan(left) is None
 
     def _dispatch(self, plan: Plan | None, last: mx.array | None) -> _Flight:
         """Start a round after the committed tokens or, with `last`, after one more that is still on the device."""
@@ -170,7 +180,8 @@ class Decoding:
         packed = mx.concatenate([sound.astype(mx.int32)[None], accepted[None], next_token, drafts])
         logprobs = self._logprobs(logits, drafts, accepted, next_token)
         mx.async_eval(packed, logprobs)
-        return _Flight(plan, drafts.size, confidences, packed, next_token, logprobs)
+        parked = plan is None and self.drafting is not None and self.drafting.parked
+        return _Flight(plan, parked, drafts.size, confidences, packed, next_token, logprobs)
 
     def _distribution(self, logits: mx.array, seen: mx.array | None) -> mx.array:
         return distribution(logits, self._sampling, self._vocabulary_size, seen)

@@ -419,7 +419,7 @@ def test_an_exception_between_two_layers(k: int, plain: list[int], monkeypatch: 
     ("k", "name"),
     [
         *((0, name) for name in ("distribution", "draw", "log_probabilities", "_cut")),
-        *((3, name) for name in ("verify_tokenwise", "distribution", "log_probabilities", "_seen_by_row", "_cut")),
+        *((3, name) for name in ("distribution", "log_probabilities", "_seen_by_row", "_cut")),
     ],
 )
 def test_an_exception_while_verifying(k: int, name: str, plain: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

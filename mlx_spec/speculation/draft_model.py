@@ -60,7 +60,7 @@ class DraftModel:
             return sys.maxsize
         if length >= self._context_length and not self._told:
             self._told = True
-            _log.warning(f"the draft's context of {self._context_length} tokens is full: plain decoding from here on")
+            _log.warning(f"the draft's context of {self._context_length} tokens is full: no drafts by it from here on")
         return max(0, self._context_length - length)
 
     def lag(self, tokens: Sequence[int]) -> int:

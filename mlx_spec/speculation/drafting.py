@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_spec.speculation.draft_model import DraftModel, Proposal
-from mlx_spec.speculation.lookup import Lookup
+from mlx_spec.speculation.lookup import Lookup, Match
 from mlx_spec.speculation.schedule import Offer, Schedule
 from mlx_spec.speculation.verify import verify_block
 
@@ -59,25 +59,33 @@ class Drafting:
         """Whether `prefill` reads a prompt of that many tokens with a model of its own."""
         return self.model is not None and self.model.reads(length)
 
-    def plan(self, tokens: Sequence[int], most: int) -> Plan | None:
-        """What to draft after the committed `tokens`, at most `most`; None for plain decoding. Changes nothing that
-        a later plan for more tokens depends on."""
+    def plan(self, tokens: Sequence[int], most: int, vocabulary_size: int) -> Plan | None:
+        """What to draft after the committed `tokens`, at most `most`; None for plain decoding. May be asked again for
+        the same round once more tokens are known: the last answer counts."""
         schedule = self.schedule
         if most <= 0 or schedule is None or schedule.plain_rounds() > 0:
             return None
-        offers, found = [], None
+        offers: list[Offer] = []
+        found: list[int] = []
         if self.lookup is not None:
-            self.lookup.extend(tokens[self.lookup.length :])
-            found = self.lookup.find(most)
-            if found is not None:
-                offers.append(Offer("lookup", len(found.tokens), match=found.length, seen=found.seen))
+            match = self._match(self.lookup, tokens, most)
+            if match is not None and (found := _inside(match.tokens, vocabulary_size)):
+                offers.append(Offer("lookup", len(found), match=match.length, seen=match.seen))
         if self.model is not None and (room := min(most, self.model.room(len(tokens)))) > 0:
             offers.append(Offer("model", room, lag=self.model.lag(tokens)))
         choice = schedule.choose(offers)
         if choice is None:
             return None
         offer, k = choice
-        return Plan(offer, k, found.tokens[:k] if found is not None and offer.drafter == "lookup" else [])
+        return Plan(offer, k, found[:k] if offer.drafter == "lookup" else [])
+
+    def _match(self, lookup: Lookup, tokens: Sequence[int], most: int) -> Match | None:
+        try:
+            lookup.extend(tokens[lookup.length :])
+        except BaseException:  # Ctrl-C, which may have left half a token in it
+            self.lookup = Lookup()
+            raise
+        return lookup.find(most)
 
     def propose(
         self, plan: Plan, tokens: Sequence[int], vocabulary_size: int, seen: mx.array | None, key: mx.array
@@ -118,3 +126,9 @@ class Drafting:
     def close(self) -> None:
         if self.model is not None:
             self.model.close()
+
+
+def _inside(tokens: list[int], vocabulary_size: int) -> list[int]:
+    """The tokens before the first that is never emitted: a prompt may hold ids that are the embedding's padding."""
+    end = next((index for index, token in enumerate(tokens) if token >= vocabulary_size), None)
+    return tokens[:end]
