@@ -13,10 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_spec import console
-from mlx_spec.cli.loading import check_models, is_here
-from mlx_spec.cli.options import number, option, whole
+from mlx_spec.cli.loading import check_models, is_here, kv_config
+from mlx_spec.cli.options import (
+    DraftOption,
+    DraftStorageOption,
+    ModelOption,
+    SinksOption,
+    StorageOption,
+    WindowOption,
+    number,
+    option,
+    whole,
+)
 from mlx_spec.cli.outcome import TracebackOption
-from mlx_spec.config import MOST_DRAFT_TOKENS, Sampling
+from mlx_spec.config import MOST_DRAFT_TOKENS, KVConfig, Sampling
 from mlx_spec.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -26,7 +36,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlx_spec")
 
-_MODEL, _PROMPTS, _RUNS, _OUTPUT = "Models", "Prompts", "Runs", "Output"
+_PROMPTS, _RUNS, _OUTPUT = "Prompts", "Runs", "Output"
 _TOKENS, _REPEATS, _K = 128, 1, 3
 HELP = (
     "Measure how fast each way of decoding is: plain, a fixed number of drafted tokens, a number chosen for each pass, "
@@ -44,14 +54,8 @@ def _kinds(text: str) -> list[str]:
 
 
 def bench(
-    model: Annotated[str | None, option(
-        "--model", "-m", panel=_MODEL, metavar="MODEL",
-        help="Required: a name from `mlx-spec models` such as demo, org/name on the Hugging Face hub, "
-        "a directory, or a .gguf file.")] = None,
-    draft: Annotated[str | None, option(
-        "--draft", "-d", panel=_MODEL, metavar="MODEL",
-        help="The small model that drafts, given like --model; none measures the model alone. "
-        "Default: the draft that `mlx-spec models` lists for the model.")] = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
     prompts: Annotated[str | None, option(
         "--prompts", panel=_PROMPTS, metavar="FILE",
         help='Take the prompts of a file: JSON Lines, each a string or {"kind": "code", "prompt": "..."}. '
@@ -73,6 +77,10 @@ def bench(
     draft_tokens: Annotated[list[int] | None, option(
         "--draft-tokens", "-k", panel=_RUNS, metavar="K", parser=whole,
         help=f"Tokens drafted per pass in the fixed way; repeated, one way for each. Default: {_K}.")] = None,
+    storage: StorageOption = None,
+    draft_storage: DraftStorageOption = None,
+    window: WindowOption = None,
+    sinks: SinksOption = None,
     as_json: Annotated[bool, option(
         "--json", panel=_OUTPUT, help="Write one JSON object, with every run, instead of tables.")] = False,
     plot: Annotated[str | None, option(
@@ -82,10 +90,11 @@ def bench(
 ) -> None:
     """Measures and shows; see HELP."""
     # Everything that can be checked without a model is checked first: a large one takes long to load.
-    model = check_models(model, draft)
-    for name, count in (("--repeats", repeats), ("--max-tokens", max_tokens)):
+    name = check_models(model, draft)
+    kv = kv_config(name, storage=storage, draft_storage=draft_storage, window=window, sinks=sinks)
+    for named, count in (("--repeats", repeats), ("--max-tokens", max_tokens)):
         if count < 1:
-            raise BadConfig(f"{name} is {count}; give 1 or more.")
+            raise BadConfig(f"{named} is {count}; give 1 or more.")
     for count in draft_tokens or []:
         if not 1 <= count <= MOST_DRAFT_TOKENS:
             raise BadConfig(f"--draft-tokens is {count}; give 1 to {MOST_DRAFT_TOKENS}.")
@@ -99,7 +108,7 @@ def bench(
 
     with console.notes(shown=True), _said_once():
         report, failure = _measured(
-            model, draft, chosen, repeats=repeats, max_tokens=max_tokens, sampling=sampling,
+            name, draft, kv, chosen, repeats=repeats, max_tokens=max_tokens, sampling=sampling,
             draft_tokens=list(dict.fromkeys(draft_tokens or [])),
         )  # fmt: skip
         if report.runs or (as_json and isinstance(failure, KeyboardInterrupt)):
@@ -119,11 +128,11 @@ def _prompts(file: str | None, kinds: list[str] | None) -> list[BenchPrompt]:
 
 
 def _measured(
-    model: str, draft: str | None, prompts: list[BenchPrompt], *, repeats: int, max_tokens: int,
+    model: str, draft: str | None, kv: KVConfig, prompts: list[BenchPrompt], *, repeats: int, max_tokens: int,
     sampling: dict[str, Any], draft_tokens: list[int],
 ) -> tuple[Report, BaseException | None]:
     """The report, and what ended it early: hours of measuring are not thrown away for what happened at their end."""
-    llm = _load(model, draft)
+    llm = _load(model, draft, kv)
     from mlx_spec.bench.bandwidth import measure_bandwidth
     from mlx_spec.bench.report import Report
     from mlx_spec.bench.runs import check_prompts, measure, ways_of
@@ -150,12 +159,12 @@ def _measured(
     return report, None
 
 
-def _load(model: str, draft: str | None) -> LLM:
+def _load(model: str, draft: str | None, kv: KVConfig) -> LLM:
     names = [model] if draft is None or draft == "none" else [model, draft]
     with console.loading(model, shown=all(is_here(name) for name in names)):
         import mlx_spec
 
-        return mlx_spec.load(model, draft=False if draft == "none" else draft)
+        return mlx_spec.load(model, draft=False if draft == "none" else draft, kv=kv)
 
 
 def _without_folders(name: str) -> str:

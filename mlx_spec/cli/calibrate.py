@@ -7,18 +7,25 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from mlx_spec import calibration_view, console
 from mlx_spec.cli.loading import check_models, is_here, kv_config
-from mlx_spec.cli.options import option, sink_count, window_size
+from mlx_spec.cli.options import (
+    DraftOption,
+    DraftStorageOption,
+    ModelOption,
+    SinksOption,
+    StorageOption,
+    WindowOption,
+    option,
+)
 from mlx_spec.cli.outcome import TracebackOption
-from mlx_spec.config import DEFAULT_SINKS
 
 if TYPE_CHECKING:
     from mlx_spec.loader import LoadedModel
 
-_MODEL, _MEMORY, _OUTPUT = "Models", "Memory", "Output"
+_OUTPUT = "Output"
 HELP = (
     "Measure what passes of a model and its draft cost on this machine, which -k auto goes by.\n\n"
     "Takes about ten seconds for each of three context lengths, more where a pass takes long, and is remembered in "
@@ -28,27 +35,12 @@ HELP = (
 
 
 def calibrate(
-    model: Annotated[str | None, option(
-        "--model", "-m", panel=_MODEL, metavar="MODEL",
-        help="Required: a name from `mlx-spec models` such as demo, org/name on the Hugging Face hub, "
-        "a directory, or a .gguf file.")] = None,
-    draft: Annotated[str | None, option(
-        "--draft", "-d", panel=_MODEL, metavar="MODEL",
-        help="The small model that drafts, given like --model; none measures the model alone. "
-        "Default: the draft that `mlx-spec models` lists for the model.")] = None,
-    storage: Annotated[str | None, option(
-        "--kv", panel=_MEMORY, metavar="STORAGE",
-        help="How the model's keys and values are kept: model or int8. Default: the model's own, else model.")] = None,
-    draft_storage: Annotated[str | None, option(
-        "--draft-kv", panel=_MEMORY, metavar="STORAGE",
-        help="The same for the draft. Default: the model's own, else model.")] = None,
-    window: Annotated[Any, option(
-        "--window", panel=_MEMORY, metavar="N", parser=window_size,
-        help="With the window that answers will have, or none. Default: the model's own, else none.")] = None,
-    sinks: Annotated[Any, option(
-        "--sinks", panel=_MEMORY, metavar="N", parser=sink_count,
-        help="With a window: the sinks that answers will have, a number or system. "
-        f"Default: the model's own, else {DEFAULT_SINKS}.")] = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    storage: StorageOption = None,
+    draft_storage: DraftStorageOption = None,
+    window: WindowOption = None,
+    sinks: SinksOption = None,
     as_json: Annotated[bool, option(
         "--json", panel=_OUTPUT, help="Write one JSON object, times in seconds, instead of tables.")] = False,
     traceback: TracebackOption = False,

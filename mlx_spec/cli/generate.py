@@ -15,18 +15,22 @@ from mlx_spec.cli.answer import write_json, write_text
 from mlx_spec.cli.loading import check_models, is_here, kv_config
 from mlx_spec.cli.options import (
     UNLIMITED,
+    DraftOption,
+    DraftStorageOption,
+    ModelOption,
+    SinksOption,
+    StorageOption,
+    WindowOption,
     bias,
     draft_count,
     number,
     option,
-    sink_count,
     token_limit,
     whole,
-    window_size,
 )
 from mlx_spec.cli.outcome import TracebackOption
 from mlx_spec.cli.prompt import check_utf8, read_prompt
-from mlx_spec.config import DEFAULT_SINKS, KVConfig, Sampling, Speculation
+from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -34,8 +38,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlx_spec")
 
-_PROMPT, _MODEL, _DRAFTING, _LENGTH, _CHOICE, _REPETITION, _MEMORY, _OUTPUT = (
-    "Prompt", "Models", "Drafting", "When to stop", "How words are chosen", "Against repetition", "Memory", "Output")
+_PROMPT, _DRAFTING, _LENGTH, _CHOICE, _REPETITION, _OUTPUT = (
+    "Prompt", "Drafting", "When to stop", "How words are chosen", "Against repetition", "Output")
 HELP = (
     "Answer one prompt.\n\n"
     "The answer goes to stdout as it comes, figures and notes go to stderr. Sampling options left out take "
@@ -54,14 +58,8 @@ def generate(
     raw: Annotated[bool, option(
         "--raw", panel=_PROMPT,
         help="Continue the prompt as it is, without the model's chat template.")] = False,
-    model: Annotated[str | None, option(
-        "--model", "-m", panel=_MODEL, metavar="MODEL",
-        help="Required: a name from `mlx-spec models` such as demo, org/name on the Hugging Face hub, "
-        "a directory, or a .gguf file.")] = None,
-    draft: Annotated[str | None, option(
-        "--draft", "-d", panel=_MODEL, metavar="MODEL",
-        help="The small model that drafts, given like --model; none loads none. "
-        "Default: the draft that `mlx-spec models` lists for the model.")] = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
     draft_tokens: Annotated[Any, option(
         "--draft-tokens", "-k", panel=_DRAFTING, metavar="K", parser=draft_count,
         help="Tokens drafted per pass of the target; 0 is plain decoding, auto chooses anew for each pass by what "
@@ -116,21 +114,10 @@ def generate(
     frequency_penalty: Annotated[float | None, option(
         "--frequency-penalty", panel=_REPETITION, metavar="X", parser=number,
         help="The same, times how often the token is there; 0 is off.")] = None,
-    storage: Annotated[str | None, option(
-        "--kv", panel=_MEMORY, metavar="STORAGE",
-        help="How the model's keys and values are kept: model, in the type it computes in (usually 16 bits), or int8, "
-        "in half of that. Default: the model's own, else model.")] = None,
-    draft_storage: Annotated[str | None, option(
-        "--draft-kv", panel=_MEMORY, metavar="STORAGE",
-        help="The same for the draft. Default: the model's own, else model.")] = None,
-    window: Annotated[Any, option(
-        "--window", panel=_MEMORY, metavar="N", parser=window_size,
-        help="Let each token see only the N before it and the sinks: memory stays constant, and the answer may be "
-        "longer than the model's context. none lets it see everything. Default: the model's own, else none.")] = None,
-    sinks: Annotated[Any, option(
-        "--sinks", panel=_MEMORY, metavar="N", parser=sink_count,
-        help="With a window: the first N tokens are always seen; system keeps the whole system prompt. "
-        f"Default: the model's own, else {DEFAULT_SINKS}.")] = None,
+    storage: StorageOption = None,
+    draft_storage: DraftStorageOption = None,
+    window: WindowOption = None,
+    sinks: SinksOption = None,
     as_json: Annotated[bool, option(
         "--json", panel=_OUTPUT,
         help="Write one JSON object, with text and figures, instead of the text.")] = False,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+from mlx_spec.config import DEFAULT_SINKS
 
 # The parser of an option cannot give None.
 UNLIMITED = -1
@@ -73,3 +75,31 @@ def option(name: str, *more: str, panel: str, help: str, metavar: str | None = N
     """An option in the help's panel `panel`, whose help text says the default where there is one."""
     return typer.Option(name, *more, help=help, rich_help_panel=panel, metavar=metavar or "", parser=parser,
                         show_default=False)
+
+
+# What several commands take.
+
+_MODELS, _MEMORY = "Models", "Memory"
+ModelOption = Annotated[str | None, option(
+    "--model", "-m", panel=_MODELS, metavar="MODEL",
+    help="Required: a name from `mlx-spec models` such as demo, org/name on the Hugging Face hub, a directory, or a "
+    ".gguf file.")]
+DraftOption = Annotated[str | None, option(
+    "--draft", "-d", panel=_MODELS, metavar="MODEL",
+    help="The small model that drafts, given like --model; none loads none. "
+    "Default: the draft that `mlx-spec models` lists for the model.")]
+StorageOption = Annotated[str | None, option(
+    "--kv", panel=_MEMORY, metavar="STORAGE",
+    help="How the model's keys and values are kept: model, in the type it computes in (usually 16 bits), or int8, in "
+    "half of that. Default: the model's own, else model.")]
+DraftStorageOption = Annotated[str | None, option(
+    "--draft-kv", panel=_MEMORY, metavar="STORAGE",
+    help="The same for the draft. Default: the model's own, else model.")]
+WindowOption = Annotated[Any, option(
+    "--window", panel=_MEMORY, metavar="N", parser=window_size,
+    help="Let each token see only the N before it and the sinks: memory stays constant, and the answer may be longer "
+    "than the model's context. none lets it see everything. Default: the model's own, else none.")]
+SinksOption = Annotated[Any, option(
+    "--sinks", panel=_MEMORY, metavar="N", parser=sink_count,
+    help="With a window: the first N tokens are always seen; system keeps the whole system prompt. "
+    f"Default: the model's own, else {DEFAULT_SINKS}.")]
