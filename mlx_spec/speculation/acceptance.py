@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 
 # Levels, in log-odds, that the acceptance of a request may be at: 0.011 to 0.995.
 _LEVELS = tuple(-4.5 + 0.75 * step for step in range(14))
@@ -26,9 +27,9 @@ class Acceptance:
 
     # Chances that the level jumps: between two rounds that are observed, and in a round that is not. What is not
     # observed counts less, since it must not make a drafter promising by itself that has failed so far.
-    _change, _change_unseen = 0.015, 0.003
+    _change, _change_unseen = 0.01, 0.003
     # A kind's factor remembers about so many outcomes, and weighs so many expected ones against them.
-    _memory, _shrinkage = 100.0, 10.0
+    _memory, _shrinkage = 100.0, 20.0
 
     def __init__(
         self,
@@ -53,33 +54,29 @@ class Acceptance:
         ]  # (kinds, slopes * levels)
         self._accepted = [0.0] * len(offsets)
         self._expected = [0.0] * len(offsets)
+        self._learned = self._with_factors()
 
     def reach(self, kinds: Sequence[int]) -> list[float]:
         """Chances that the first, the first two, ... of tokens of these kinds are all accepted."""
-        factors, surviving, chances = self._factors(), self._belief, []
+        surviving, chances = self._belief, []
         for kind in kinds:
-            factor = factors[kind]
-            surviving = [
-                weight * min(_MOST, factor * chance)
-                for weight, chance in zip(surviving, self._chances[kind], strict=True)
-            ]
+            surviving = list(map(mul, surviving, self._learned[kind]))
             chances.append(sum(surviving))
         return chances
 
     def observe(self, kinds: Sequence[int], accepted: int) -> None:
         """Of tokens of these kinds the first `accepted` were accepted; the next, if any, was not."""
-        factors, belief = self._factors(), self._jumped(self._change)
+        belief = self._jumped(self._change)
         for index, kind in enumerate(kinds[: accepted + 1]):
             outcome = index < accepted
-            expected = sum(weight * chance for weight, chance in zip(belief, self._chances[kind], strict=True))
             self._accepted[kind] += outcome - self._accepted[kind] / self._memory
-            self._expected[kind] += expected - self._expected[kind] / self._memory
-            chances = [min(_MOST, factors[kind] * chance) for chance in self._chances[kind]]
-            likelihood = chances if outcome else [1 - chance for chance in chances]
-            belief = [weight * chance for weight, chance in zip(belief, likelihood, strict=True)]
+            self._expected[kind] += sum(map(mul, belief, self._chances[kind])) - self._expected[kind] / self._memory
+            chances = self._learned[kind]
+            belief = list(map(mul, belief, chances if outcome else [1 - chance for chance in chances]))
             total = sum(belief)
             belief = [weight / total for weight in belief]
         self._belief = belief
+        self._learned = self._with_factors()
 
     def rest(self) -> None:
         """A round went by without an outcome."""
@@ -96,14 +93,17 @@ class Acceptance:
             ]
         return belief
 
-    def _factors(self) -> list[float]:
-        factors, neighbour = [], 1.0
-        for accepted, expected in zip(self._accepted, self._expected, strict=True):
+    def _with_factors(self) -> list[list[float]]:
+        """Chances of each kind at each slope and level, times what was learned of the kind: as `_chances`."""
+        learned, neighbour = [], 1.0
+        # What all kinds have in common is the level's to follow.
+        common = (sum(self._accepted) + self._shrinkage) / (sum(self._expected) + self._shrinkage)
+        for accepted, expected, chances in zip(self._accepted, self._expected, self._chances, strict=True):
             # Half way back to 1, so that the first kinds' noise is not carried to the last.
             near = (1 + neighbour) / 2
-            neighbour = (accepted + self._shrinkage * near) / (expected + self._shrinkage)
-            factors.append(neighbour)
-        return factors
+            neighbour = (accepted + self._shrinkage * near) / (expected * common + self._shrinkage)
+            learned.append([min(_MOST, neighbour * chance) for chance in chances])
+        return learned
 
 
 def _logistic(log_odds: float) -> float:

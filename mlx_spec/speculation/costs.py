@@ -7,9 +7,13 @@ row, which is what plain decoding pays for a token.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+
+# Tokens over which it should pay that a draft model catches up.
+_REPAID_OVER = 64
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,24 @@ class Costs:
         if rows < 1:
             raise ValueError(f"a target pass has at least one row, not {rows}")
         return self._seconds[rows - 1] / self._seconds[0] if rows <= self.most_rows else math.inf
+
+    def speedups(self, reach: Sequence[float], *, free: bool = False, lag: int = 0) -> list[float]:
+        """Tokens for the time of a plain pass, of rounds that draft 1, 2, ... tokens; plain decoding has 1.
+
+        reach: the chances that the first, the first two, ... of them are all accepted: a, a^2, ... at acceptance a.
+        K of them emit 1 + reach[0] + ... + reach[K - 1] tokens, in V(K + 1) + K c (Leviathan et al. 2023, theorem 3.8,
+        where verifying was free and chances did not differ by position). free: drafted by lookup, c = 0.
+        lag: how many tokens the draft model has to read first, a debt that is paid over the tokens to come.
+        """
+        speedups, emitted = [], 1.0
+        for drafted, chance in enumerate(reach, start=1):
+            emitted += chance
+            cost = self.verify(drafted + 1)
+            if not free:
+                # A draft that is accepted whole leaves its last token to be read next time.
+                cost += drafted * self.draft + (chance + lag * emitted / _REPAID_OVER) * self.catching_up
+            speedups.append(emitted / cost)
+        return speedups
 
     @cached_property
     def _seconds(self) -> list[float]:

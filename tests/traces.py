@@ -1,0 +1,86 @@
+"""Tables of costs and invented texts that schedules are played over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from random import Random
+from typing import Any
+
+from mlx_spec.speculation.costs import Costs
+from mlx_spec.speculation.replay import Trace
+from mlx_spec.speculation.schedule import AutoSchedule, Offer
+
+TABLES = {
+    # A 70B in 4 bits on an M5 Max (ml-explore/mlx, pull request 3791) with a 1B model.
+    "70B": Costs(((1, 75.9), (3, 84.8), (5, 108), (8, 168), (12, 241), (16, 296)), 0.03 * 75.9, 0.0005 * 75.9),
+    # A dense bfloat16 pair on a CPU, where each row costs.
+    "CPU": Costs(((1, 6.3), (2, 8.4), (4, 13), (5, 16), (8, 22), (16, 43)), 0.35 * 6.3),
+    "ideal": Costs(((1, 1.0), (16, 1.0)), 0.03),
+}
+CLIFF = Costs(((1, 1.0), (4, 1.1), (5, 2.2), (16, 2.6)), 0.05)
+
+
+class Recorded(AutoSchedule):
+    """Keeps what came of each round."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.rounds: list[tuple[int, int]] = []
+
+    def observe(self, offer: Offer | None, drafted: int, accepted: int, confidences: Sequence[float]) -> None:
+        super().observe(offer, drafted, accepted, confidences)
+        self.rounds.append((drafted, accepted))
+
+
+def uninformed(acceptance: Iterable[float], random: Random) -> Trace:
+    """Texts whose draft has no idea when it is right."""
+    chances = list(acceptance)
+    return Trace(chances, [min(0.99, max(0.05, random.gauss(0.7, 0.2))) for _ in chances])
+
+
+def informed(acceptance: Iterable[float], random: Random) -> Trace:
+    """Easy tokens and hard ones, in such shares that about so many are accepted; the draft mostly knows which is
+    which, as language models do."""
+    confidences = [
+        random.betavariate(2.5, 2.5) if random.random() < (1 - mean) * 1.8 else random.betavariate(18, 0.8)
+        for mean in acceptance
+    ]
+    return Trace([0.95 * confidence for confidence in confidences], confidences)
+
+
+def waves(length: int, middle: float, height: float, period: int) -> list[float]:
+    return [middle + height * math.sin(position / period * 2 * math.pi) for position in range(length)]
+
+
+def phases(length: int, *levels: float, each: int) -> list[float]:
+    return [levels[position // each % len(levels)] for position in range(length)]
+
+
+def trace(name: str, length: int, seed: int = 0) -> Trace:
+    random = Random(seed)
+    kind, _, number = name.partition(" ")
+    if kind == "steady":
+        return uninformed([float(number)] * length, random)
+    if kind == "informed":
+        return informed([float(number)] * length, random)
+    invented = {
+        "drifting": lambda: uninformed(waves(length, 0.65, 0.3, 400), random),
+        "drifting-informed": lambda: informed(waves(length, 0.75, 0.2, 300), random),
+        "good-bad": lambda: uninformed(phases(length, 0.95, 0.1, each=150), random),
+        "bad-good": lambda: uninformed(phases(length, 0.1, 0.95, each=150), random),
+        "quick": lambda: uninformed(phases(length, 0.97, 0.4, each=50), random),
+    }
+    return invented[kind]()
+
+
+def copying(length: int, acceptance: float, random: Random) -> Trace:
+    """New text and runs copied from the prompt, by turns: lookup finds the latter, a draft model is as good in both."""
+    prompt = [random.randrange(5000) for _ in range(600)]
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens += [random.randrange(5000) for _ in range(60)]
+        start = random.randrange(500)
+        tokens += prompt[start : start + 60]
+    text = uninformed([acceptance] * length, random)
+    return Trace(text.acceptance, text.confidences, tokens[:length], prompt)
