@@ -1,13 +1,14 @@
 """What speculation emits follows the target's law, whatever the draft says: chi-square tests with fixed seeds.
 
 Three ways, from many samples to few: one and two rounds of `verify_tokenwise` over all samples at once, long runs of
-`Decoding` on models that are tables, and `Decoding` on a tiny transformer.
+`Decoding` on models that are tables, with every drafter, schedule and verification, and `Decoding` on a tiny
+transformer.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +21,19 @@ from mlx_spec import engine
 from mlx_spec.config import Sampling
 from mlx_spec.engine import Decoding
 from mlx_spec.sampling import distribution, draw
-from mlx_spec.speculation import Drafting, DraftModel, verify, verify_tokenwise
+from mlx_spec.speculation import (
+    AutoSchedule,
+    Drafting,
+    DraftModel,
+    FixedSchedule,
+    Lookup,
+    Proposal,
+    verify,
+    verify_block,
+    verify_tokenwise,
+)
+from mlx_spec.speculation.costs import Costs
+from mlx_spec.speculation.schedule import Offer
 
 VOCABULARY = 6
 PROMPT = [4, 1, 1]
@@ -241,7 +254,8 @@ def _decoding(
 ) -> tuple[Decoding, DraftModel | None]:
     """A Decoding after PROMPT, and its drafter."""
     drafter = None if draft is None else DraftModel(draft, sampling, size)
-    decoding = Decoding(list(PROMPT), target, drafter and Drafting(model=drafter), sampling=sampling, seed=seed, vocabulary_size=size)
+    drafting = drafter and Drafting(model=drafter)
+    decoding = Decoding(list(PROMPT), target, drafting, sampling=sampling, seed=seed, vocabulary_size=size)
     decoding.prefill()
     return decoding, drafter
 
@@ -249,7 +263,11 @@ def _decoding(
 def _transition_p_value(sampling: Sampling, k: int, tokens: int, seed: int, draft: TableModel | None) -> float:
     """A table model without penalties is a Markov chain: every transition of one long run is a sample of its law."""
     decoding, _ = _decoding(TARGET.new_context(), draft and draft.new_context(), sampling, seed)
-    for _ in fixed(decoding, k).rounds(limit=tokens):
+    return _chain_p_value(fixed(decoding, k), sampling, tokens)
+
+
+def _chain_p_value(decoding: Decoding, sampling: Sampling, tokens: int) -> float:
+    for _ in decoding.rounds(limit=tokens):
         pass
     made = decoding.tokens
     assert len(made) == len(PROMPT) + tokens
@@ -259,8 +277,10 @@ def _transition_p_value(sampling: Sampling, k: int, tokens: int, seed: int, draf
         counts[made[i - 2], made[i - 1], made[i]] += 1
     law = np.array([[exact_distribution(table[a, b], sampling, VOCABULARY) for b in range(VOCABULARY)]
                     for a in range(VOCABULARY)])  # fmt: skip
-    # Given how often each state was left, the joint law of states and what followed them.
-    return p_value(counts, law * counts.sum(axis=-1, keepdims=True) / counts.sum())
+    # Given how often each state was left, the joint law of states and what followed them. Summed up over the states,
+    # where few cells have many counts, a small fault that is the same everywhere shows.
+    expected = law * counts.sum(axis=-1, keepdims=True) / counts.sum()
+    return min(p_value(counts.sum(axis=over), expected.sum(axis=over)) for over in ((), 0, 1, (0, 1)))
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 6])
@@ -286,13 +306,21 @@ def test_long_run_with_a_narrower_draft_follows_the_target() -> None:
     assert _transition_p_value(Sampling(temperature=1), 2, 1500, seed=5, draft=draft) > ACCEPTABLE
 
 
-def _pairs(target: Any, draft: Any, sampling: Sampling, k: int, samples: int, size: int = VOCABULARY) -> np.ndarray:
-    """How often `Decoding` gives each first two tokens, (size, size); one seed per sample."""
+def _pairs(
+    target: Any, draft: Any, sampling: Sampling, k: int, samples: int, size: int = VOCABULARY,
+    drafting: Callable[[Any, Sampling, int], Drafting] | None = None,
+) -> np.ndarray:  # fmt: skip
+    """How often `Decoding` gives each first two tokens, (size, size); one seed per sample. With `drafting`, made anew
+    for each, k says nothing."""
     counts = np.zeros((size, size))
     contexts = target.new_context(), draft.new_context()
     for seed in range(samples):
         decoding, _ = _decoding(*contexts, sampling, seed, size)
-        rounds = fixed(decoding, k).rounds(limit=None)
+        if drafting is None:
+            fixed(decoding, k)
+        else:
+            decoding.drafting = drafting(contexts[1], sampling, seed)
+        rounds = decoding.rounds(limit=None)
         while len(decoding.tokens) < len(PROMPT) + 2:
             next(rounds)
         rounds.close()
@@ -311,6 +339,113 @@ EVERYTHING = {"temperature": 1.6, "top_k": 5, "top_p": 0.9, "min_p": 0.05} | PEN
 def test_first_two_decoded_tokens_follow_the_target(settings: dict[str, float], k: int) -> None:
     sampling = Sampling(**settings)  # type: ignore[arg-type]
     assert p_value(_pairs(TARGET, DRAFT, sampling, k, 700), _exact_table_pairs(TARGET, sampling)) > ACCEPTABLE
+
+
+# Every drafter, schedule and verification. How many tokens are drafted then depends on those drafted before.
+
+
+class _Moody:
+    """Each drafter and none in turn, and as many tokens as the draft is sure of."""
+
+    parked = False
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int] | None:
+        wanted = ("model", "lookup", "model", None, "lookup")[self.rounds % 5]
+        offer = next((offer for offer in offers if offer.drafter == wanted), None)
+        return offer and (offer, min(offer.tokens, 1 + self.rounds % 4))
+
+    def proceed(self, drafted: int, confidences: Sequence[float]) -> bool:
+        return confidences[-1] > 0.45
+
+    def observe(self, offer: Offer | None, drafted: int, accepted: int, confidences: Sequence[float]) -> None:
+        self.rounds += 1
+
+    def plain_rounds(self) -> int:
+        return 0
+
+
+# So near the target that most of its drafts are accepted, and what comes late in a round matters.
+NEAR = TableModel(np.array(TARGET.table) + 0.3 * np.array(DRAFT.table))
+_COSTS = Costs(((1, 1.0), (2, 1.25), (4, 1.6), (8, 3.0)), draft_step=0.1, draft_row=0.02)
+DRAFTINGS: dict[str, Callable[[int], tuple[str, Any]]] = {
+    "lookup, 3": lambda seed: ("lookup", FixedSchedule(3)),
+    "hybrid, 3": lambda seed: ("hybrid", FixedSchedule(3)),
+    "hybrid, moody": lambda seed: ("hybrid", _Moody(seed)),
+    "hybrid, auto": lambda seed: ("hybrid", AutoSchedule(_COSTS, 7)),
+    "model, auto": lambda seed: ("model", AutoSchedule(_COSTS, 7)),
+}
+WAYS = {"token": verify_tokenwise, "block": verify_block}
+
+
+def _drafting(name: str, way: str) -> Callable[[Any, Sampling, int], Drafting]:
+    """What makes a Drafting for a draft's context, sampling settings and a seed. A match may be a single token."""
+
+    def made(context: Any, sampling: Sampling, seed: int) -> Drafting:
+        drafters, schedule = DRAFTINGS[name](seed)
+        model = DraftModel(context, sampling, VOCABULARY) if drafters != "lookup" else None
+        drafting = Drafting(
+            schedule, model=model, lookup=Lookup(1) if drafters != "model" else None, verify=WAYS[way]
+        )
+        drafting.stops_early = "auto" in name or "moody" in name
+        return drafting
+
+    return made
+
+
+def _drafted_chain_p_value(name: str, way: str, settings: dict[str, float], tokens: int = 1200) -> float:
+    sampling = Sampling(**settings)  # type: ignore[arg-type]
+    decoding, _ = _decoding(TARGET.new_context(), None, sampling, seed=8)
+    decoding.drafting = _drafting(name, way)(NEAR.new_context(), sampling, 0)
+    return _chain_p_value(decoding, sampling, tokens)
+
+
+@pytest.mark.parametrize(
+    ("way", "settings"),
+    [("token", {"temperature": 1.0}), ("block", {"temperature": 1.0}), ("block", {"temperature": 1.6, "top_p": 0.8}),
+     ("token", {"temperature": 1.2, "top_k": 4, "min_p": 0.1})],
+    ids=["token", "block", "block, filtered", "token, filtered"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", DRAFTINGS)
+def test_long_run_follows_the_target_whoever_drafts(name: str, way: str, settings: dict[str, float]) -> None:
+    assert _drafted_chain_p_value(name, way, settings) > ACCEPTABLE
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["lookup, 3", "hybrid, moody", "hybrid, auto"])
+def test_first_two_tokens_follow_the_target_whoever_drafts(name: str, way: str) -> None:
+    """Under penalties, which see drafts as they see what was said."""
+    sampling = Sampling(**EVERYTHING)  # type: ignore[arg-type]
+    counts = _pairs(TARGET, NEAR, sampling, 0, 700, drafting=_drafting(name, way))
+    assert p_value(counts, _exact_table_pairs(TARGET, sampling)) > ACCEPTABLE
+
+
+def test_a_lookup_that_hides_its_certainty_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    propose = Drafting.propose
+
+    def hiding(self: Drafting, *arguments: Any) -> Proposal:
+        found = propose(self, *arguments)
+        return Proposal(found.tokens, mx.full(found.probabilities.shape, 1 / VOCABULARY))
+
+    monkeypatch.setattr(Drafting, "propose", hiding)
+    assert _drafted_chain_p_value("lookup, 3", "token", {"temperature": 1.0}) < 1e-6
+    assert _drafted_chain_p_value("lookup, 3", "block", {"temperature": 1.0}) < 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stopping_for_a_token_that_is_left_out_is_noticed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    propose = DraftModel.propose
+
+    def choosy(self: DraftModel, tokens: Sequence[int], k: int, *rest: Any) -> Proposal:
+        found = propose(self, tokens, k, *rest)
+        left_out = k > 1 and found.tokens[-1].item() % 2  # else it stays
+        return found if not left_out else Proposal(found.tokens[:-1], found.probabilities[:-1])
+
+    monkeypatch.setattr(DraftModel, "propose", choosy)
+    monkeypatch.setitem(DRAFTINGS, "choosy", lambda seed: ("model", FixedSchedule(2)))
+    assert _drafted_chain_p_value("choosy", way, {"temperature": 1.0}, 4000) < 1e-6
 
 
 def test_penalties_blind_to_the_drafts_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
