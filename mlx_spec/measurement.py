@@ -3,6 +3,7 @@ clock; nothing of who asks, nor of what is remembered."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterable
@@ -93,6 +94,9 @@ def measure(
         # Per row half a pass over one: more than on any machine known, except for the first few rows.
         if watch.allows(seconds * max(1, trial.rows / 2)):
             watch.first(trial, trial.rows * seconds if slow else 0.0)
+    if thorough and slow:
+        for trial in (one, *(trial for trial in needed if trial.rows <= 4)):
+            watch.again(trial)  # what disturbs one sample hardly disturbs the other
     watch.repeat()
     times = watch.medians()
     step, many = times.get("draft, synchronised"), times.get("draft, catching up")
@@ -221,6 +225,11 @@ class _Stopwatch:
             return
         self.note(trial, seconds)
 
+    def again(self, trial: _Trial) -> None:
+        """One more sample, whatever the budget."""
+        with contextlib.suppress(*_FAILURES):
+            self.note(trial, self.sample(trial))
+
     def allows(self, seconds: float) -> bool:
         """Whether so many more seconds are within the budget."""
         return perf_counter() + seconds <= self._deadline
@@ -236,4 +245,5 @@ class _Stopwatch:
                         return
 
     def medians(self) -> dict[str, float]:
-        return {trial.name: statistics.median(seconds) for trial, seconds in self._samples.items()}
+        # Of two, the lower: a disturbance only ever makes it longer.
+        return {trial.name: statistics.median_low(seconds) for trial, seconds in self._samples.items()}

@@ -435,7 +435,7 @@ def _counting(drafters: str, schedule: str, prompt: Sequence[int] = (*range(SIZE
     table = np.zeros((SIZE, SIZE, SIZE))
     table[:, np.arange(SIZE), (np.arange(SIZE) + 1) % SIZE] = 20
     model = TableModel(table, chains_cheaply=cheap)
-    draft = None if drafters == "lookup" else TableModel(table)
+    draft = TableModel(table) if drafters != "lookup" else None
     return prepared(drafters, schedule, target=model, prompt=prompt, draft=draft)
 
 
@@ -466,6 +466,22 @@ def test_the_draft_catches_up_after_rounds_without_it(lag: int, monkeypatch: pyt
         assert len(rows) <= 2 + 3 + lag // run.draft.context.prefill_rows
         run.drafting.lookup = lookup
         check(run)
+
+
+@pytest.mark.parametrize("lazily", [None, True, False])
+def test_steps_are_chained_while_that_is_cheap(lazily: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that has grown too large for it is found out though it was small at first; what was measured counts."""
+    run = _counting("same", "3")
+    run.drafting.stops_early = False
+    run.draft.lazily = lazily
+    waits, evaluate = [], mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *arrays: (waits.append(arrays), evaluate(*arrays)))
+    for cheap in (True, False, True):
+        run.draft.context.chains_cheaply = cheap
+        waits.clear()
+        go(run, 4)
+        assert run.rounds[-1].drafted == 3
+        assert len(waits) == (0 if (cheap if lazily is None else lazily) else 3)
 
 
 def test_a_draft_that_lags_says_so_in_its_offer() -> None:

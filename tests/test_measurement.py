@@ -140,6 +140,7 @@ def test_thoroughly_whatever_the_budget(clock: Clock) -> None:
     found = measure(target, draft, budget_seconds=0, thorough=True)  # type: ignore[arg-type]
     assert [rows for rows, _ in found.target] == [1, 2, 4, 8, 16]
     assert found.draft_row == pytest.approx(0.1)
+    assert [target.passes.count(rows) for rows in (2, 4, 8, 16)] == [2, 2, 1, 1]
 
 
 def test_the_most_telling_rows_come_first(clock: Clock) -> None:

@@ -42,8 +42,9 @@ class DraftModel:
         self._sampling, self._vocabulary_size = sampling, vocabulary_size
         self._context_length = context_length
         self._told = False
-        self.lazily = context.chains_cheaply
-        """Whether a step is built on the one before while that is still in flight."""
+        self.lazily: bool | None = None
+        """Whether a step is built on the one before while that is still in flight; None is where that is cheap, which
+        changes as the cache grows."""
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:
         """Read all of `tokens` but the last, if the draft can go on from there."""
@@ -81,6 +82,7 @@ class DraftModel:
             self.prefill(tokens)
         pending: Sequence[int] | mx.array = self._known(tokens[self.context.length :])
         narrower = self.context.vocabulary_size < self._vocabulary_size
+        lazily = self.context.chains_cheaply if self.lazily is None else self.lazily
         drafted: list[mx.array] = []
         rows: list[mx.array] = []
         confidences: list[float] = []
@@ -100,7 +102,7 @@ class DraftModel:
                 confidences.append(value)
                 if len(drafted) < k and not proceed(len(drafted), confidences):
                     break
-            elif self.lazily:
+            elif lazily:
                 mx.async_eval(token)
             else:
                 mx.eval(token)
