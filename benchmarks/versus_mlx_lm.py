@@ -1,12 +1,12 @@
 """Decoding speed and tokens per target pass against mlx-lm, plain and speculative, on a real pair.
 
-    python benchmarks/versus_mlx_lm.py -m TARGET -d DRAFT [-k 1 2 3] [--tokens 48] [--temperatures 0 1] [--kinds ...]
+    python benchmarks/versus_mlx_lm.py -m TARGET -d DRAFT [-k 1 2] [--tokens 48] [--temperatures 0 1] [--kinds ...]
 
-TARGET and DRAFT are directories in the hub's layout. Ways: mlx-lm plain and with each K; mlx-spec with K auto as a user
-gets it, and with the same drafter and K as mlx-lm, for tokens per pass. Every way decodes every prompt in turn within
+TARGET and DRAFT are directories in the hub's layout. Ways: both plain; mlx-lm with each K; mlx-spec with K auto as a user
+gets it and, above temperature 0, with the draft model and the largest K of mlx-lm, for tokens per pass. Every way decodes every prompt in turn within
 one run, so that ratios hold while the machine's speed drifts, in another order for each prompt. Each runtime reads a
 prompt once; every way starts from a copy of that, before the clock starts, and so does the measuring of passes for K
-auto. A target pass is a decoding pass. Both runtimes compute with the same weights in the same type. The tokens of
+auto (better beforehand, by `mlx-spec calibrate`). A target pass is a decoding pass. Both runtimes compute with the same weights in the same type. The tokens of
 "mlx-spec auto" are kept for `projection.py`.
 """
 
@@ -73,16 +73,17 @@ class OurPrompt:
         llm, sampling = self.llm, Sampling(temperature=temperature)
         target, size, drafters = self.target.fork(), llm.vocabulary_size, llm._drafters
         drafting = drafters.start(drafters.chosen(speculation), speculation.verification, sampling, 0, size)
-        assert drafting is not None
-        if drafting.model is not None:
+        if drafting is not None and drafting.model is not None:
             drafting.model.context = self.draft.fork()
         decoding = Decoding(list(self.prompt), target, drafting, sampling=sampling, seed=0, vocabulary_size=size)
-        drafters.schedule(drafting, speculation, target, count)
+        if drafting is not None:
+            drafters.schedule(drafting, speculation, target, count)
         started = clocks()
         rounds = list(decoding.rounds(limit=count, end_tokens=llm.tokenizer.end_tokens))
         elapsed = since(started)
         target.close()
-        drafting.close()
+        if drafting is not None:
+            drafting.close()
         log = [(r.drafter, r.drafted, r.accepted) for r in rounds]
         return Run(sum(len(r.tokens) for r in rounds), len(rounds), *elapsed, decoding.tokens[len(self.prompt) :], log)
 
@@ -165,29 +166,32 @@ def summarised(rows: list[dict[str, Any]], ks: list[int]) -> dict[str, Any]:
 
         figures = {}
         for label, of in (("tok/s", "tokens_per_second"), ("tok per processor second", "tokens_per_processor_second")):
+            figures[f"{label}: mlx-spec plain / mlx-lm plain"] = ratio(of, OUR_PLAIN, PLAIN)
             figures[f"{label}: mlx-spec auto / mlx-lm plain"] = ratio(of, OURS, PLAIN)
+            figures[f"{label}: mlx-spec auto / mlx-spec plain"] = ratio(of, OURS, OUR_PLAIN)
             best = max((ratio(of, f"mlx-lm K={k}", PLAIN), k) for k in ks)[1]
             figures[f"{label}: mlx-lm at its best K / mlx-lm plain"] = ratio(of, f"mlx-lm K={best}", PLAIN)
             figures[f"{label}: mlx-spec auto / mlx-lm at its best K"] = ratio(of, OURS, f"mlx-lm K={best}")
             figures[f"{label}: mlx-lm's best K"] = best
-        for way in runs[0]:
+        for way in [name for name in runs[0] if all(name in run for run in runs)]:
             figures[f"tokens per pass: {way}"] = ratio("tokens_per_pass", way, PLAIN)
         same = f"K={ks[-1]}"
-        figures[f"tokens per pass, {same}: mlx-spec / mlx-lm"] = ratio(
-            "tokens_per_pass", f"mlx-spec {same}", f"mlx-lm {same}"
-        )
+        if all(f"mlx-spec {same}" in run for run in runs):
+            figures[f"tokens per pass, {same}: mlx-spec / mlx-lm"] = ratio(
+                "tokens_per_pass", f"mlx-spec {same}", f"mlx-lm {same}"
+            )
         summary[heading] = figures
     return summary
 
 
-PLAIN, OURS = "mlx-lm plain", "mlx-spec auto"
+PLAIN, OUR_PLAIN, OURS = "mlx-lm plain", "mlx-spec plain", "mlx-spec auto"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", type=Path, required=True)
     parser.add_argument("-d", "--draft", type=Path, required=True)
-    parser.add_argument("-k", "--draft-tokens", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("-k", "--draft-tokens", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
@@ -200,16 +204,17 @@ def main() -> None:
     ks = options.draft_tokens
     end_tokens = llm.tokenizer.end_tokens
     theirs = {PLAIN: 0} | {f"mlx-lm K={k}": k for k in ks}
-    ours = {f"mlx-spec K={ks[-1]}": Speculation(ks[-1], drafter="model"), OURS: Speculation()}
+    same = f"mlx-spec K={ks[-1]}"
+    ours = {OUR_PLAIN: Speculation(0), same: Speculation(ks[-1], drafter="model"), OURS: Speculation()}
     models = {"target": options.model.name, "draft": options.draft.name, "tokens": options.tokens}
     rows: list[dict[str, Any]] = []
-    names = [*theirs, *ours]
     for kind in options.kinds:
         text = min((p.text for p in PROMPTS if p.kind == kind), key=len)
         prompt = llm.tokenizer.chat([{"role": "user", "content": text}])
         read_by_us, read_by_them = OurPrompt(llm, prompt), TheirPrompt(target, draft, end_tokens, prompt)
         for temperature in options.temperatures:
             runs: dict[str, Run] = {}
+            names = [name for name in (*theirs, *ours) if temperature > 0 or name != same]
             turn = len(rows) % len(names)
             for name in names[turn:] + names[:turn]:
                 if name in ours:
