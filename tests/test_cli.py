@@ -17,19 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from directories import write_model
 
 import mlx_spec
-from mlx_spec import console
+from mlx_spec import calibration, console
 from mlx_spec.cli import main
 from mlx_spec.completion import Chunk
 from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.engine import TokenLogprobs
 from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
-from mlx_spec.metrics import Statistics
+from mlx_spec.metrics import Drafted, Statistics
 
-FIGURES = Statistics(prompt_tokens=7, completion_tokens=3, target_passes=2, drafted=4, accepted=1,
-                     prefill_seconds=0.5, decode_seconds=2.0, kv_bytes=1024, peak_memory_bytes=2_000_000_000,
-                     seed=11)
+FIGURES = Statistics(prompt_tokens=7, completion_tokens=3, target_passes=2, drafted=4, accepted=1, drafter="model",
+                     draft_tokens=2, verification="block", by_drafter={"model": Drafted(2, 4, 1)},
+                     passes_by_draft_tokens={2: 2}, accepted_by_position=[(2, 1), (1, 0)], parked_passes=0,
+                     prefill_seconds=0.5, calibration_seconds=0.0, decode_seconds=2.0, kv_bytes=1024,
+                     peak_memory_bytes=2_000_000_000, seed=11)
 WORDS = {"endless": ["word "] * 100_000, "newline": ["a\n"], "nothing": [""]}
 LOAD_ERRORS = {
     "absent": ModelNotFound("no model 'absent'; see\nmlx-spec models"), "pair": IncompatiblePair("other ids"),
@@ -177,6 +180,9 @@ def test_json_is_one_object(generate: Any) -> None:
         "completion_tokens": 3, "target_passes": 2, "drafted": 4, "accepted": 1, "acceptance_rate": 0.25,
         "tokens_per_pass": 1.5, "prefill_seconds": 0.5, "decode_seconds": 2.0, "tokens_per_second": 1.5,
         "kv_bytes": 1024, "peak_memory_bytes": 2_000_000_000, "model": "fake", "draft": "small", "seed": 11,
+        "drafter": "model", "draft_tokens": 2, "verification": "block", "parked_passes": 0, "calibration_seconds": 0.0,
+        "by_drafter": {"model": {"passes": 2, "drafted": 4, "accepted": 1}}, "passes_by_draft_tokens": {"2": 2},
+        "accepted_by_position": [[2, 1], [1, 0]],
     }
 
 
@@ -205,6 +211,25 @@ def test_every_option_reaches_the_runtime(generate: Any, llms: list[FakeLLM]) ->
     assert call["speculation"] == Speculation(draft_tokens=5)
     assert (call["prompt"], call["max_tokens"], call["raw"]) == ("hello", 17, True)
     assert (list(call["stop"]), list(call["stop_tokens"])) == (["END", "\n"], [8, 9])
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ([], Speculation(2)),
+    (["-k", "auto"], Speculation("auto")),
+    (["-k", "0"], Speculation(0)),
+    (["--draft-tokens", "64"], Speculation(64)),
+    (["-k", "auto", "--draft-tokens-max", "7"], Speculation("auto", most_draft_tokens=7)),
+    *((["--drafter", name], Speculation(2, name)) for name in ("model", "lookup", "hybrid", "none")),
+    *((["--verify", way], Speculation(2, verification=way)) for way in ("token", "block")),
+    (["-k", "auto", "--drafter", "lookup", "--verify", "token", "--draft-tokens-max", "1"],
+     Speculation("auto", "lookup", "token", 1)),
+])
+def test_options_for_drafting(
+    generate: Any, llms: list[FakeLLM], arguments: list[str], expected: Speculation
+) -> None:
+    code, _, err = generate(*arguments, "hello")
+    assert code == 0, err
+    assert llms[0].calls[0]["speculation"] == expected
 
 
 def test_options_left_out_take_the_models_own(generate: Any, llms: list[FakeLLM]) -> None:
@@ -329,8 +354,19 @@ def test_prompt_from_stdin_and_file(generate: Any, llms: list[FakeLLM], monkeypa
     (["--window", "8", "x"], ["--window is 8"]),
     (["--window", "100", "--sinks", "-1", "x"], ["--sinks is -1"]),
     (["--sinks", "4", "x"], ["--sinks", "--window"]),
-    (["-k", "-1", "x"], ["draft_tokens is -1"]),
-    (["-k", "two", "x"], ["'two'", "whole number", "mlx-spec generate --help"]),
+    (["-k", "-1", "x"], ["--draft-tokens is -1", "0 (no speculation) to 64, or auto"]),
+    (["-k", "65", "x"], ["--draft-tokens is 65", "to 64, or auto"]),
+    (["-k", "two", "x"], ["--draft-tokens", "'two'", "whole number", "'auto'", "mlx-spec generate --help"]),
+    (["-k", "1.5", "x"], ["'1.5'", "whole number", "'auto'"]),
+    (["-k", "", "x"], ["''", "'auto'"]),
+    (["--drafter", "eagle", "x"], ["--drafter is 'eagle'", "model, lookup, hybrid or none"]),
+    (["--drafter", "", "x"], ["--drafter is ''", "model, lookup, hybrid or none"]),
+    (["--verify", "tree", "x"], ["--verify is 'tree'", "token or block"]),
+    (["--verify", "", "x"], ["--verify is ''", "token or block"]),
+    (["--draft-tokens-max", "0", "x"], ["--draft-tokens-max is 0", "1 to 15"]),
+    (["--draft-tokens-max", "16", "x"], ["--draft-tokens-max is 16", "1 to 15"]),
+    (["--draft-tokens-max", "auto", "x"], ["--draft-tokens-max", "'auto'", "whole number"]),
+    (["--draft-tokens-max", "5", "-k", "3", "x"], ["--draft-tokens-max", "-k auto"]),
     (["-t", "warm", "x"], ["'warm'", "not a number"]),
     (["-t", "-0.5", "x"], ["temperature is -0.5"]),
     (["-t", "nan", "x"], ["temperature is nan"]),
@@ -452,9 +488,30 @@ def test_models_as_text_and_json(run: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_figures_that_do_not_exist_are_left_out() -> None:
-    nothing = Statistics(prompt_tokens=1, completion_tokens=0, target_passes=0, drafted=0, accepted=0,
-                         prefill_seconds=0, decode_seconds=0, kv_bytes=0, peak_memory_bytes=999, seed=1)
+    nothing = replace(FIGURES, prompt_tokens=1, completion_tokens=0, target_passes=0, drafted=0, accepted=0,
+                      draft_tokens="auto", by_drafter={}, passes_by_draft_tokens={}, accepted_by_position=[],
+                      prefill_seconds=0, decode_seconds=0, peak_memory_bytes=999)
     assert console.statistics_line(nothing) == "0 tokens, prefill 0.00 s (1 token), peak memory 999 B"
+
+
+def test_the_line_says_what_the_schedule_did() -> None:
+    def line(**changes: Any) -> str:
+        whole = console.statistics_line(replace(FIGURES, **changes))
+        begin = "3 tokens, 1.5 tok/s, 1.50 tokens per target pass, "
+        end = ", prefill 0.50 s (7 tokens), peak memory 2.0 GB"
+        assert whole.startswith(begin)
+        assert whole.endswith(end)
+        return whole[len(begin) : len(whole) - len(end)]
+
+    assert line() == "25% of 4 drafts accepted"
+    both = {"lookup": Drafted(1, 3, 1), "model": Drafted(1, 1, 0)}
+    assert line(drafter="hybrid", by_drafter=both) == "25% of 4 drafts accepted (lookup 1 of 3, model 0 of 1)"
+    auto = {"draft_tokens": "auto", "passes_by_draft_tokens": {0: 5, 1: 2, 4: 1}, "target_passes": 2}
+    assert line(**auto) == "25% of 4 drafts accepted, K 0 to 4"
+    assert line(**auto, parked_passes=1) == "25% of 4 drafts accepted, K 0 to 4, 1 of 2 passes parked"
+    assert line(**auto, calibration_seconds=0.756) == "25% of 4 drafts accepted, K 0 to 4, passes measured in 0.76 s"
+    plain = auto | {"drafted": 0, "accepted": 0, "passes_by_draft_tokens": {0: 2}, "parked_passes": 2}
+    assert line(**plain) == "K 0, 2 of 2 passes parked"
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 B"), (1500, "1.5 kB"), (98_400_000, "98.4 MB"),
@@ -515,6 +572,89 @@ def test_a_terminal_of_another_encoding_gets_question_marks(monkeypatch: pytest.
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding="ascii"))
     console.write("Grüße")
     assert data.getvalue() == b"Gr??e"
+
+
+# Drafting, with tiny models
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target and a draft."""
+    folder = tmp_path_factory.mktemp("models")
+    return str(write_model(folder / "target")), str(write_model(folder / "draft", seed=5, num_hidden_layers=1))
+
+
+@pytest.fixture
+def answered(
+    tiny: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs `generate` with the tiny target."""
+    monkeypatch.setattr(calibration, "_REQUEST_SECONDS", 0.05)
+
+    def run_line(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["generate", "-m", tiny[0], "-n", "30", "--logit-bias", "261=-inf", *arguments])
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run_line
+
+
+TEXT = "the lake, the lake, the lake, the"
+
+
+def test_every_way_to_draft_gives_the_same_greedy_answer(
+    answered: Callable[..., tuple[int, str, str]], tiny: tuple[str, str]
+) -> None:
+    """And the object says which way it was."""
+    plain = json.loads(answered("-k", "0", "--json", TEXT)[1])
+    assert (plain["drafter"], plain["draft_tokens"], plain["drafted"]) == ("none", 0, 0)
+    assert plain["passes_by_draft_tokens"] == {"0": 30}
+    for draft, drafter, expected in (
+        ([], [], "lookup"), ([], ["--drafter", "lookup"], "lookup"), ([], ["--drafter", "none"], "none"),
+        (["-d", tiny[1]], [], "hybrid"), (["-d", tiny[1]], ["--drafter", "hybrid"], "hybrid"),
+        (["-d", tiny[1]], ["--drafter", "model"], "model"), (["-d", tiny[1]], ["--drafter", "lookup"], "lookup"),
+        (["-d", tiny[1]], ["--drafter", "none"], "none"),
+    ):
+        for k in ("auto", "3"):
+            for way in ("token", "block"):
+                code, out, err = answered(*draft, *drafter, "-k", k, "--verify", way, "--json", TEXT)
+                assert code == 0, err
+                answer = json.loads(out)
+                assert answer["tokens"] == plain["tokens"]
+                assert (answer["drafter"], answer["verification"]) == (expected, way)
+                assert answer["draft_tokens"] == (k if k == "auto" else int(k))
+                assert sum(answer["passes_by_draft_tokens"].values()) == answer["target_passes"]
+                assert sum(part["drafted"] for part in answer["by_drafter"].values()) == answer["drafted"]
+                assert (answer["drafted"] > 0) == (expected != "none") or k == "auto"
+                assert answer["calibration_seconds"] >= 0
+                assert answer["parked_passes"] <= answer["passes_by_draft_tokens"].get("0", 0)
+
+
+def test_auto_stays_below_its_bound(answered: Callable[..., tuple[int, str, str]], tiny: tuple[str, str]) -> None:
+    answer = json.loads(answered("-d", tiny[0], "--draft-tokens-max", "2", "--json", TEXT)[1])
+    assert max(map(int, answer["passes_by_draft_tokens"])) <= 2
+    code, _, err = answered("-d", tiny[0], TEXT)
+    assert code == 0
+    assert re.search(r"tokens per target pass, .*K \d", err)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("drafter", ["model", "hybrid"])
+def test_a_drafter_without_its_model(answered: Callable[..., tuple[int, str, str]], drafter: str) -> None:
+    for none in ([], ["-d", "none"]):
+        _one_error(answered("--drafter", drafter, *none, TEXT), 2, f"drafter is {drafter!r}", "--draft", "lookup")
+    assert answered("--drafter", drafter, "-k", "0", TEXT)[0] == 0
+
+
+def test_lookup_on_an_empty_prompt(
+    answered: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for prompt in ("", " "):
+        _one_error(answered("--drafter", "lookup", prompt), 2, "prompt is empty")
+    _stdin(monkeypatch, b"")
+    _one_error(answered("--drafter", "lookup", "-"), 2, "empty (stdin)")
+    assert json.loads(answered("--drafter", "lookup", "-k", "3", "--json", "a")[1])["drafter"] == "lookup"
 
 
 # A process of its own: signals, pipes, disks
