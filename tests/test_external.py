@@ -21,7 +21,7 @@ from mlx_spec.context import LanguageModel, prefill
 from mlx_spec.engine import Decoding, Round
 from mlx_spec.loader import LoadedModel
 from mlx_spec.runtime import LLM
-from mlx_spec.speculation import Drafting, DraftModel
+from mlx_spec.speculation import Drafting, DraftModel, FixedSchedule, Lookup
 from mlx_spec.tokenizer import Tokenizer
 
 COLUMNS = 272
@@ -313,17 +313,15 @@ def loaded(name: str, module: Any, tokenizer: Tokenizer) -> LoadedModel:
     return LoadedModel(name, module, tokenizer, {}, 4096)
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "falcon_h1"])
 def test_the_runtime_decodes_plainly_and_says_why(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, kind: str, role: str
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    modules = (module_of(kind), module_of("phi3"))
-    target, draft = modules if role == "target" else modules[::-1]
+    target, draft = module_of(kind), module_of("phi3")
     with caplog.at_level(logging.WARNING, "mlx_spec"):
         llm = LLM(loaded("large", target, tokenizer), loaded("small", draft, tokenizer))
     [message] = [record.getMessage() for record in caplog.records]
-    assert f"the {role} ({kind}) keeps its past in {OBSTACLES[kind]}" in message
+    assert f"the target ({kind}) keeps its past in {OBSTACLES[kind]}" in message
     assert "plain decoding" in message
     assert "\n" not in message
     options: dict[str, Any] = {"max_tokens": 12, "speculation": Speculation(draft_tokens=3)}
@@ -333,6 +331,40 @@ def test_the_runtime_decodes_plainly_and_says_why(
     assert len(completion.tokens) > 4
     again = llm.generate(TOKENS[:12], **options)
     assert again.tokens == completion.tokens
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "falcon_h1"])
+def test_a_draft_that_cannot_take_tokens_back_leaves_lookup(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    with caplog.at_level(logging.WARNING, "mlx_spec"):
+        llm = LLM(loaded("large", module_of("phi3"), tokenizer), loaded("small", module_of(kind), tokenizer))
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"no drafts by this draft model: it ({kind}) keeps its past in {OBSTACLES[kind]}")
+    assert "\n" not in message
+    answer = llm.generate(TOKENS[:12], max_tokens=30, speculation=Speculation(3))
+    expected = greedy(module_of("phi3"), 30, tokenizer.vocabulary_size)
+    assert answer.tokens == expected[: len(answer.tokens)]
+    assert answer.statistics.drafter == "lookup"
+    assert set(answer.statistics.by_drafter) <= {"lookup"}
+
+
+@pytest.mark.parametrize("k", [1, 6, 15])
+@pytest.mark.parametrize("kind", REWINDABLE)
+def test_lookup_drafts_for_every_architecture_that_can_rewind(kind: str, k: int) -> None:
+    """Tokens are favoured that came before, so that there is something to find."""
+    target, sampling = ExternalModel(module_of(kind)), Sampling(presence_penalty=-4)
+    runs = []
+    for drafts in (None, Drafting(FixedSchedule(k), lookup=Lookup())):
+        tokens = TOKENS[:12] * 2
+        decoding = Decoding(tokens, target.new_context(), drafts, sampling=sampling, seed=0, vocabulary_size=COLUMNS)
+        decoding.prefill()
+        runs.append((tokens, list(decoding.rounds(limit=40))))
+        assert decoding.target.length == len(tokens) - 1
+    (plain, _), (looked_up, rounds) = runs
+    assert looked_up == plain
+    assert {finished.drafter for finished in rounds} >= {"lookup"}
+    assert sum(finished.accepted for finished in rounds) > 0
 
 
 def test_the_runtime_speculates_with_external_models(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,8 +14,10 @@ from tiny import CONFIG, tiny_module
 
 import mlx_spec
 from mlx_spec import LLM, BadConfig, KVConfig, MLXSpecError, ModelNotFound, Sampling, Speculation
+from mlx_spec.engine import Round
 from mlx_spec.loader import LoadedModel
-from mlx_spec.metrics import Statistics
+from mlx_spec.metrics import Drafted, Statistics
+from mlx_spec.progress import RoundTotals
 from mlx_spec.text_stream import Answer
 from mlx_spec.tokenizer import Tokenizer
 
@@ -160,6 +162,48 @@ def test_there_is_no_speed_without_tokens() -> None:
                "decode_seconds": 0.5, "kv_bytes": 0, "peak_memory_bytes": 0, "seed": 0}  # fmt: skip
     assert Statistics(completion_tokens=0, **figures).tokens_per_second is None
     assert Statistics(completion_tokens=3, **figures).tokens_per_second == 6
+
+
+def test_rounds_add_up() -> None:
+    """Whoever drafted them; what a stop cut off was accepted all the same."""
+    total = RoundTotals()
+    for drafter, drafted, accepted, kept, parked in (
+        (None, 0, 0, 1, True), ("model", 4, 4, 5, False), ("lookup", 4, 2, 3, False), (None, 0, 0, 1, False),
+        ("model", 2, 0, 1, False), ("model", 1, 1, 0, False),
+    ):  # fmt: skip
+        total.add(Round([7] * kept, drafted, accepted, drafter, parked, None, False))  # type: ignore[arg-type]
+    assert (total.tokens, total.passes, total.parked, total.drafted, total.accepted) == (11, 6, 1, 11, 7)
+    assert total.by_drafter == {"model": Drafted(3, 7, 5), "lookup": Drafted(1, 4, 2)}
+    assert total.passes_by_draft_tokens == {0: 2, 1: 1, 2: 1, 4: 2}
+    # First: 4 rounds reached it, all but one accepted; the third was not tried after two of four.
+    assert total.accepted_by_position == [(4, 3), (2, 2), (2, 1), (1, 1)]
+    assert RoundTotals().accepted_by_position == []
+
+
+def test_what_a_stop_cuts_off_was_accepted_all_the_same(directory: Path) -> None:
+    llm = mlx_spec.load(directory, directory)
+    whole = llm.generate("hello", max_tokens=20, speculation=Speculation(0)).tokens
+    cut = llm.generate("hello", max_tokens=20, stop_tokens=[whole[1]], speculation=Speculation(5, "model"))
+    assert cut.tokens == whole[: whole.index(whole[1]) + 1]
+    statistics = cut.statistics
+    assert (statistics.drafted, statistics.accepted, statistics.target_passes) == (5, 5, 1)
+    assert statistics.passes_by_draft_tokens == {5: 1}
+    assert statistics.accepted_by_position == [(1, 1)] * 5
+    assert statistics.as_dict()["by_drafter"] == {"model": {"passes": 1, "drafted": 5, "accepted": 5}}
+
+
+@pytest.mark.parametrize("drafter", [None, "model", "lookup"])
+@pytest.mark.parametrize("stop", [0, 1, 5, 17])
+def test_a_stream_may_be_closed_and_another_begun(directory: Path, drafter: str | None, stop: int) -> None:
+    """Nothing of the first is left in the second."""
+    llm = mlx_spec.load(directory, directory.parent / "draft")
+    prompt = [5, 6, 7, 8] * 5
+    expected = llm.generate(prompt, max_tokens=25, speculation=Speculation(0)).tokens
+    stream = llm.stream(prompt, max_tokens=25, speculation=Speculation(3, drafter))
+    for _ in range(stop):
+        next(stream, None)
+    stream.close()
+    assert llm.generate(prompt, max_tokens=25, speculation=Speculation(3, drafter)).tokens == expected
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
