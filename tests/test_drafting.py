@@ -703,3 +703,21 @@ def test_a_window_with_hybrid(int8: bool, sinks: int, schedule: str) -> None:
     for context in contexts:
         context.close()
     assert [model.pool.pages_in_use for model in models] == [0, 0]
+
+
+def test_lookup_forgets_what_is_long_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An endless stream takes constant memory; what came lately is found all the same."""
+    monkeypatch.setattr(drafting, "_LOOKED_BACK", 50)
+    made = Drafting(FixedSchedule(3), lookup=Lookup())
+    tokens = list(range(30)) * 2
+    lengths = []
+    for step in range(300):
+        plan = made.plan(tokens, 5, 100)
+        assert made.lookup is not None
+        lengths.append(made.lookup.length)
+        if len(tokens) > 100 + 50 and step % 30 > 5:
+            assert plan is not None
+            assert plan.found[0] == tokens[-30]
+        tokens.append(step % 30)
+    assert max(lengths) <= 100
+    assert min(lengths[60:]) >= 50

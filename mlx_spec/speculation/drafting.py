@@ -13,6 +13,10 @@ from mlx_spec.speculation.lookup import Lookup, Match
 from mlx_spec.speculation.schedule import Offer, Schedule
 from mlx_spec.speculation.verify import verify_block
 
+_LOOKED_BACK = 2**16
+"""Tokens that lookup knows at least, and no more than twice as many: each takes half a kilobyte, and a stream may be
+endless."""
+
 Verify = Callable[[mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 """(target (k + 1, v), draft (k, v), tokens (k,), key) -> accepted (), next token (1,)."""
 
@@ -40,6 +44,7 @@ class Drafting:
     ) -> None:
         """schedule may be set later, such as when the prompt has been read; until then nothing is drafted."""
         self.schedule, self.model, self.lookup, self.verify = schedule, model, lookup, verify
+        self._forgotten = 0  # tokens at the beginning that lookup no longer knows
         self.stops_early = False
         """Whether the schedule is asked after each token of the draft model, which takes a synchronisation."""
 
@@ -81,7 +86,11 @@ class Drafting:
 
     def _match(self, lookup: Lookup, tokens: Sequence[int], most: int) -> Match | None:
         try:
-            lookup.extend(tokens[lookup.length :])
+            lookup.extend(tokens[self._forgotten + lookup.length :])
+            if lookup.length > 2 * _LOOKED_BACK:
+                self._forgotten = len(tokens) - _LOOKED_BACK
+                self.lookup = lookup = Lookup()
+                lookup.extend(tokens[self._forgotten :])
         except BaseException:  # Ctrl-C, which may have left half a token in it
             self.lookup = Lookup()
             raise
