@@ -43,6 +43,7 @@ class Drafters:
         self._target, self._draft, self._draft_name = target, draft, draft_name
         self._draft_context_length, self._window = draft_context_length, window
         self._calibrations = calibrations
+        self._told = False
 
     def chosen(self, speculation: Speculation) -> str:
         """The drafter that `speculation` means. Raises BadConfig where that is a draft model and none was loaded."""
@@ -55,7 +56,9 @@ class Drafters:
                 "use the drafter lookup."
             )
         if self._target.rewind_obstacle:
-            if drafter is not None and self._draft_name is None:  # with a draft it was said when that was loaded
+            asked = drafter is not None or speculation.draft_tokens != "auto"
+            if asked and self._draft_name is None and not self._told:  # with a draft it was said when that was loaded
+                self._told = True
                 _log.warning(f"no speculation, plain decoding: the target {self._target.rewind_obstacle}")
             return "none"
         if self._draft is None:  # none at all, or one that cannot take tokens back

@@ -642,8 +642,9 @@ def test_auto_stays_below_its_bound(answered: Callable[..., tuple[int, str, str]
 
 @pytest.mark.parametrize("drafter", ["model", "hybrid"])
 def test_a_drafter_without_its_model(answered: Callable[..., tuple[int, str, str]], drafter: str) -> None:
-    for none in ([], ["-d", "none"]):
-        _one_error(answered("--drafter", drafter, *none, TEXT), 2, f"drafter is {drafter!r}", "--draft", "lookup")
+    _one_error(answered("--drafter", drafter, TEXT), 2, f"drafter is {drafter!r}", "--draft", "lookup")
+    refused = answered("--drafter", drafter, "-d", "none", "-m", "not-even-looked-for", TEXT)
+    _one_error(refused, 2, f"--drafter {drafter} needs a draft model", "--draft none", "lookup")
     assert answered("--drafter", drafter, "-k", "0", TEXT)[0] == 0
 
 

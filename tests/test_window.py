@@ -282,11 +282,11 @@ def decode(
     """Greedy tokens, and how many were drafted and accepted."""
     tokens, sampling = list(prompt), Sampling()
     contexts = [target.new_context(sinks, window)]
-    speculator = None
+    drafting = None
     if draft is not None:
         contexts.append(draft.new_context(sinks, draft_window or window))
-        speculator = DraftModel(contexts[1], sampling, SIZE)
-    decoding = Decoding(tokens, contexts[0], speculator and Drafting(model=speculator), sampling=sampling, seed=0, vocabulary_size=SIZE)
+        drafting = Drafting(model=DraftModel(contexts[1], sampling, SIZE))
+    decoding = Decoding(tokens, contexts[0], drafting, sampling=sampling, seed=0, vocabulary_size=SIZE)
     decoding.prefill()
     rounds = list(fixed(decoding, k).rounds(limit=limit))
     if window is not None:
@@ -329,8 +329,8 @@ def test_a_generator_closed_early_leaves_only_what_is_committed(int8: bool, k: i
     contexts = [model.new_context(4, 65) for model in (target, draft)]
     tokens, sampling = text(150), Sampling()
     for rounds in (1, 3, 20):
-        speculator = DraftModel(contexts[1], sampling, SIZE)
-        decoding = Decoding(tokens, contexts[0], speculator and Drafting(model=speculator), sampling=sampling, seed=0, vocabulary_size=SIZE)
+        drafting = Drafting(model=DraftModel(contexts[1], sampling, SIZE))
+        decoding = Decoding(tokens, contexts[0], drafting, sampling=sampling, seed=0, vocabulary_size=SIZE)
         decoding.prefill()
         generator = fixed(decoding, k).rounds(limit=None)
         for _ in range(rounds):

@@ -150,6 +150,9 @@ def generate(
     _check_texts(system, stop or [], stop_token or [])
     text = read_prompt(prompt or [], prompt_file)
     name = check_models(model, draft)
+    if drafter in ("model", "hybrid") and draft == "none":
+        raise BadConfig(f"--drafter {drafter} needs a draft model, and --draft none loads none; name one, or use "
+                        "--drafter lookup.")
 
     with console.notes(shown=not quiet):
         llm = _load(name, draft, kv, quiet=quiet)
