@@ -95,13 +95,12 @@ def show(report: Report) -> None:
         _show_curve(measured)
         _show_computed(measured)
     for left in report.left_out:
-        console.write(f"\n{left.context_length} tokens and more are left out: {left.reason}\n")
+        console.write(f"\n{console.wrapped(f'{left.context_length} tokens and more are left out: {left.reason}')}\n")
 
 
 def _show_passes(measured: Sequence[Calibration]) -> None:
-    console.write(
-        "A target pass over M rows, by tokens in context: milliseconds, and V, relative to one row, never falling\n"
-    )
+    heading = "A target pass over M rows, by tokens in context: milliseconds, and V, relative to one row, never falling"
+    console.write(f"{console.wrapped(heading)}\n")
     columns = ["ROWS"]
     for calibration in measured:
         columns += [f"AT {calibration.context_length}", "V"]
@@ -129,9 +128,8 @@ def _show_draft(measured: Sequence[Calibration]) -> None:
 def _show_computed(measured: Sequence[Calibration]) -> None:
     by_model = any(each.draft_step is not None for each in measured)
     drafts = "by the draft model" if by_model else "that cost nothing, as by lookup"
-    console.write(
-        f"\nComputed from these costs, not measured: best K and speedup over plain decoding, for drafts {drafts}\n"
-    )
+    heading = f"Computed from these costs, not measured: best K and speedup over plain decoding, for drafts {drafts}"
+    console.write(f"\n{console.wrapped(heading)}\n")
     columns = ["ACCEPTED"]
     for calibration in measured:
         columns += [f"K AT {calibration.context_length}", "SPEEDUP"]

@@ -9,7 +9,9 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from mlx_spec.metrics import Statistics
 
 PrefillProgress = Callable[[int, int], None]
+_WIDEST = 100
+"""Columns of prose."""
 
 
 class ClosedPipeError(Exception):
@@ -236,6 +240,13 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             for below in row[-1].splitlines():
                 console.print(Text(f"  {below}", "dim"))
     write(captured.get())
+
+
+def wrapped(text: str) -> str:
+    """Prose for stdout, broken between words: to the width of its terminal, but never wider than can be read well."""
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = min(_WIDEST, shutil.get_terminal_size().columns if terminal else _WIDEST)
+    return textwrap.fill(text, max(1, width), break_long_words=False, break_on_hyphens=False)
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

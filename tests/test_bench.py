@@ -27,7 +27,7 @@ from mlx_spec.bench.figures import figures_of
 from mlx_spec.bench.prompt_file import of_kinds, read_prompts
 from mlx_spec.bench.prompts import KINDS, PROMPTS, WARM_UP, BenchPrompt
 from mlx_spec.bench.report import Report
-from mlx_spec.bench.runs import Run, check_prompts, measure, ways_of
+from mlx_spec.bench.runs import Run, check_prompts, measure, warm_up, ways_of
 from mlx_spec.cli import main
 from mlx_spec.completion import Completion
 from mlx_spec.config import Sampling, Speculation
@@ -40,14 +40,14 @@ SPEEDS = {"plain": 10.0, "K=3": 20.0, "K=5": 15.0, "auto": 25.0, "lookup": 12.5,
 
 def statistics(
     *, tokens: int = 20, passes: int = 20, seconds: float = 2.0, by_drafter: dict[str, Drafted] | None = None,
-    positions: list[tuple[int, int]] | None = None, parked: int = 0, seed: int = 0,
+    positions: list[tuple[int, int]] | None = None, parked: int = 0, seed: int = 0, drafter: str = "hybrid",
 ) -> Statistics:
     by_drafter = by_drafter or {}
     return Statistics(
         prompt_tokens=7, completion_tokens=tokens, target_passes=passes,
         drafted=sum(entry.drafted for entry in by_drafter.values()),
         accepted=sum(entry.accepted for entry in by_drafter.values()),
-        drafter="hybrid", draft_tokens="auto", verification="block", by_drafter=by_drafter,
+        drafter=drafter, draft_tokens="auto", verification="block", by_drafter=by_drafter,
         passes_by_draft_tokens={0: passes}, accepted_by_position=positions or [], parked_passes=parked,
         prefill_seconds=1.0, calibration_seconds=0.0, decode_seconds=seconds, kv_bytes=1, peak_memory_bytes=2,
         seed=seed,
@@ -69,6 +69,11 @@ class FakeLLM:
         self.speculation = Speculation(verification="token", most_draft_tokens=9)
         self.weight_bytes = TARGET_BYTES, DRAFT_BYTES if self.draft_name else 0
         self.calls: list[dict[str, Any]] = []
+        self.drafts_by = {"none": "none", "model": "model", "lookup": "lookup", "hybrid": "hybrid"}
+        if name == "plainly":
+            self.drafts_by = dict.fromkeys(self.drafts_by, "none")
+        elif name == "badly":
+            self.drafts_by |= {"model": "none", "hybrid": "lookup"}
 
     def stream(self, prompt: str, *, max_tokens: int) -> _Closed:
         if "endless" in prompt:
@@ -90,7 +95,7 @@ class FakeLLM:
         speed = SPEEDS[way] * (1 - 0.001 * len(self.calls))
         drafted = {"model": Drafted(10, 30, 15)} if way not in ("plain", "lookup") else {}
         figures = statistics(seconds=20 / speed, by_drafter=drafted, positions=[(10, 9), (9, 6)] if drafted else [],
-                             seed=sampling.seed or 0)  # fmt: skip
+                             seed=sampling.seed or 0, drafter=self.drafts_by[speculation.drafter or ""])  # fmt: skip
         return Completion("", [1], None, "length", figures)
 
     def _way(self, speculation: Speculation) -> str:
@@ -229,11 +234,8 @@ def test_ways_with_and_without_a_draft() -> None:
 
 def test_all_ways_take_turns_in_changing_order() -> None:
     llm = FakeLLM("pair", None)
-    runs = measured(llm, repeats=2)
+    runs, calls = measured(llm, repeats=2), llm.calls
     names = ["plain", "K=3", "auto", "lookup", "hybrid"]
-    warm_up, calls = llm.calls[:5], llm.calls[5:]
-    assert [call["way"] for call in warm_up] == names
-    assert {call["prompt"] for call in warm_up} == {WARM_UP}
     for turn, (repeat, prompt) in enumerate((repeat, prompt) for repeat in range(2) for prompt in TEXTS):
         part = calls[turn * 5 : turn * 5 + 5]
         first = turn % 5
@@ -244,6 +246,21 @@ def test_all_ways_take_turns_in_changing_order() -> None:
             (prompt.name, prompt.kind, repeat)
         }
     assert [run.way for run in runs] == [call["way"] for call in calls]
+
+
+@pytest.mark.parametrize(("name", "real"), [
+    ("pair", ["plain", "K=3", "auto", "lookup", "hybrid"]), ("badly", ["plain", "lookup"]), ("plainly", ["plain"]),
+])  # fmt: skip
+def test_warming_up_tells_which_ways_are_what_they_are_called(name: str, real: list[str]) -> None:
+    llm: Any = FakeLLM(name, None)
+    ways = ways_of(llm, [3])
+    told: list[tuple[str, int, int]] = []
+    warm, others = warm_up(llm, ways, sampling=llm.sampling, progress=lambda *a: told.append(a))
+    assert [way.name for way in warm] == real
+    assert others == [way for way in ways if way not in warm]
+    assert [call["way"] for call in llm.calls] == [way.name for way in ways]
+    assert {call["prompt"] for call in llm.calls} == {WARM_UP}
+    assert told == [(f"warming up, {way.name}", done, 5) for done, way in enumerate(ways)]
 
 
 def test_what_was_measured_before_an_interrupt_is_kept() -> None:
@@ -268,10 +285,9 @@ def test_progress_counts_to_the_end() -> None:
     told: list[tuple[str, int, int]] = []
     ways = ways_of(llm, [])
     list(measure(llm, TEXTS, ways, repeats=1, max_tokens=5, sampling=llm.sampling, progress=lambda *a: told.append(a)))
-    assert told[0] == ("warming up, plain", 0, 8)
-    assert told[2:4] == [("a, plain", 2, 8), ("a, lookup", 3, 8)]
-    assert told[-1] == ("done", 8, 8)
-    assert [done for _, done, _ in told] == list(range(9))
+    assert told[:2] == [("a, plain", 0, 6), ("a, lookup", 1, 6)]
+    assert told[-1] == ("done", 6, 6)
+    assert [done for _, done, _ in told] == list(range(7))
 
 
 # Figures
@@ -390,7 +406,7 @@ def test_tables_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert hybrid[5:7] == ["1.00", "50%"]
     # 20 passes of 8 GB and 30 drafted tokens of 1 GB in 20 tokens' time at about 29.7 tok/s.
     assert float(hybrid[7]) == pytest.approx(190 / 20 * 29.6, rel=0.01)
-    assert hybrid[8] == "70%"
+    assert hybrid[8] == "71%"
     assert "400 GB/s that memory delivers here" in text
     assert "by kind" in text
     assert ["WAY", "code", "chat"] in rows
@@ -438,6 +454,10 @@ def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     # The same figures, none cut off in a narrow window.
     words = re.sub(r"\x1b\[[\d;]*m|─", "", drawn).split()
     assert words == plain.split()
+    # Prose is broken between words.
+    lines = re.sub(r"\x1b\[[\d;]*m", "", drawn).splitlines()
+    assert lines[:2] == ["pair with small, temperature 0, answers", "of 20 tokens at most"]
+    assert "GB/S: weights read while decoding." in lines
 
 
 def _without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,13 +489,31 @@ def test_a_plot_of_nothing_is_none(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plots_that_cannot_be_written(tmp_path: Path) -> None:
+def test_long_names_of_kinds_stand_upright(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    drawn: list[tuple[list[str], int]] = []
+    monkeypatch.setattr(Axes, "set_xticks", lambda self, ticks, labels, rotation: drawn.append((labels, rotation)))
+    for kinds in (KINDS, ("code", "a rather long name of a kind", "another name of a kind")):
+        llm = FakeLLM("pair", None)
+        runs = measured(llm, [BenchPrompt(kind, kind, "text") for kind in kinds])
+        assert plot.draw(report_of(llm, runs), str(tmp_path / "p.png"))
+    assert drawn[0] == (["all", *KINDS], 0)
+    assert drawn[1] == (["all", "code", "a rather long name of a…", "another name of a kind"], 90)
+
+
+def test_plots_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "folder.png").mkdir()
     for name, part in (("p.pdf", "ends in .png"), ("p", "ends in .png"), ("absent/p.png", "no folder"),
                        ("folder.png", "which is a folder")):  # fmt: skip
         with pytest.raises(BadConfig, match=part):
             plot.check_plot(str(tmp_path / name))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # whoever runs the tests may write all
+        with pytest.raises(BadConfig, match="may not be written"):
+            plot.check_plot(str(tmp_path / "p.png"))
     llm = FakeLLM("pair", None)
     with pytest.raises(MLXSpecError, match="cannot write the plot"):
         plot.draw(report_of(llm, measured(llm)), str(tmp_path / "folder.png"))
@@ -538,10 +576,26 @@ def test_json_holds_every_run(run: Any, tmp_path: Path) -> None:
     assert str(tmp_path) not in out
 
 
+def test_ways_that_would_be_others_under_their_names_are_left_out(run: Any) -> None:
+    code, out, err = run("-m", "badly", "--kinds", "code", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert ([way["way"] for way in found["ways"]], found["complete"], found["planned_runs"]) == (
+        ["plain", "lookup"], True, 4)  # fmt: skip
+    assert "note: left out, since they would not draft so here: K=3, auto, hybrid\n" in err
+    code, out, err = run("-m", "plainly", "--kinds", "code")
+    assert code == 0
+    assert "note: left out, since they would not draft so here: K=3, auto, lookup, hybrid\n" in err
+    assert [line.split()[0] for line in out.splitlines()[2:4]] == ["WAY", "plain"]
+
+
 def test_without_a_draft(run: Any) -> None:
     code, out, err = run("-m", "pair", "-d", "none", "-k", "4", "--kinds", "edit,chat", "-n", "5")
     assert code == 0
-    assert err.startswith("note: pair has no draft, so --draft-tokens does nothing")
+    assert err.startswith("note: pair has no draft, so --draft-tokens does nothing; name one with --draft\n"
+                          "note: the same note each time\n")  # fmt: skip
+    _, _, err = run("-m", "pair", "-d", "none", "--draft-kv", "int8", "--kinds", "code")
+    assert err.startswith("note: pair has no draft, so --draft-kv does nothing; name one with --draft\n")
     assert out.splitlines()[1] == "4 prompts"
     assert "K=4" not in out
     assert "GB/S" in out
@@ -591,8 +645,9 @@ def test_interrupted_before_anything_was_measured(run: Any, tmp_path: Path, monk
 _PROGRAM = "import test_bench, mlx_spec, mlx_spec.cli; mlx_spec.load = test_bench.fake_load; mlx_spec.cli.main()"
 
 
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("more", [[], ["--json"]])
-def test_control_c(tmp_path: Path, more: list[str]) -> None:
+def test_control_c_and_termination(tmp_path: Path, more: list[str], sent: signal.Signals, code: int) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     arguments = ["bench", "-m", "pair", "--prompts", _file(tmp_path, "one", "hang here"), *more]
     process = subprocess.Popen(
@@ -602,9 +657,9 @@ def test_control_c(tmp_path: Path, more: list[str]) -> None:
     assert process.stderr is not None
     while process.stderr.readline() != b"ready\n":
         assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, b"")
+    assert (process.returncode, err) == (code, b"")
     if more:
         assert json.loads(out)["complete"] is False
     else:

@@ -504,7 +504,14 @@ def test_json(run: Run, directories: tuple[Path, Path], file: Path) -> None:
 def test_without_a_draft(run: Run, directories: tuple[Path, Path]) -> None:
     _, out, _ = run("-m", directories[0], "-d", "none")
     assert "DRAFT" not in out
-    assert "for drafts that cost nothing, as by lookup" in out
+    assert "for drafts that cost nothing, as by lookup" in " ".join(out.split())
+    assert max(len(line) for line in out.splitlines()) <= 100
+
+
+def test_an_option_of_a_draft_without_one(run: Run, directories: tuple[Path, Path]) -> None:
+    code, _, err = run("-m", directories[0], "--draft-kv", "int8")
+    assert code == 0
+    assert err == f"note: {directories[0]} has no draft, so --draft-kv does nothing; name one with --draft\n"
 
 
 def test_a_folder_that_cannot_be_written_is_said_once_and_figures_are_shown(
@@ -578,6 +585,7 @@ def test_on_a_terminal(run: Run, directories: tuple[Path, Path], monkeypatch: py
     monkeypatch.delenv("NO_COLOR", raising=False)
     run("-m", directories[0], "-d", directories[1])
     assert "\x1b[1mROWS" in out.getvalue()
+    assert re.search(r"^A target pass over M rows, by tokens in context:$", out.getvalue(), re.M)
     assert re.search(r"\x1b\[1;32mo\x1b\[0m", out.getvalue())
     plain = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
     assert re.search(r"^ {10}1   2   3   4 .* rows$", plain, re.M)

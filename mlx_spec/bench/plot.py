@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from mlx_spec.bench.runs import PLAIN
 from mlx_spec.errors import BadConfig, MLXSpecError
 
 _SIZE = (11.0, 4.6)
+_LABEL_CHARACTERS, _LONGEST_LABEL = 80, 24
+"""As many fit beside one another below the left half, and in one label that stands upright."""
 
 
 def check_plot(file: str) -> None:
@@ -20,12 +23,15 @@ def check_plot(file: str) -> None:
     try:
         missing = not path.parent.is_dir()
         taken = path.is_dir()
+        locked = not os.access(path if path.exists() else path.parent, os.W_OK)
     except (OSError, ValueError):
-        missing, taken = True, False
+        missing, taken, locked = True, False, False
     if missing:
         raise BadConfig(f"--plot is {file!r}, and there is no folder {str(path.parent)!r}; make it first.")
     if taken:
         raise BadConfig(f"--plot is {file!r}, which is a folder; give the name of a file.")
+    if locked:
+        raise BadConfig(f"--plot is {file!r}, which may not be written; choose another folder or name.")
     _figure_class()
 
 
@@ -62,7 +68,9 @@ def draw(report: Report, file: str) -> bool:
         if positions:
             acceptance.plot(positions, way.acceptance_by_position, "o-", color=colour, label=way.way, markersize=4)
     speed.axhline(1, color="0.2", linewidth=0.8, linestyle=":")
-    speed.set_xticks(range(len(kinds) + 1), ["all", *kinds], rotation=0 if len(kinds) < 8 else 90)
+    labels = ["all", *(kind if len(kind) <= _LONGEST_LABEL else f"{kind[: _LONGEST_LABEL - 1]}…" for kind in kinds)]
+    crowded = max(map(len, labels)) * len(labels) > _LABEL_CHARACTERS
+    speed.set_xticks(range(len(labels)), labels, rotation=90 if crowded else 0)
     speed.set(ylabel="decoding speed relative to plain", title="Speed (lines: slowest to fastest prompt)")
     acceptance.set(
         xlabel="drafted token of a pass", ylabel="accepted, of those reached", title="Acceptance", ylim=(0, 1.02)

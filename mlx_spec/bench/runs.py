@@ -76,6 +76,25 @@ def check_prompts(llm: LLM, prompts: Sequence[BenchPrompt], max_tokens: int) -> 
             raise type(error)(f"prompt {prompt.name} ({prompt.kind}): {error}") from error
 
 
+def warm_up(
+    llm: LLM, ways: Sequence[Way], *, sampling: Sampling, progress: Progress | None = None
+) -> tuple[list[Way], list[Way]]:
+    """Every way decodes a few tokens of another text, not measured: weights are touched, kernels compiled, and the
+    machine's pass costs are known. Gives the ways that are what they are called, and those that are not: where a model
+    cannot take tokens back, nothing is drafted, or by lookup alone, which would be measured twice under two names."""
+    told: Progress = progress or (lambda what, done, total: None)
+    real: list[Way] = []
+    others: list[Way] = []
+    for done, way in enumerate(ways):
+        told(f"warming up, {way.name}", done, len(ways))
+        completion = llm.generate(
+            WARM_UP, sampling=dataclasses.replace(sampling, seed=0), speculation=way.speculation,
+            max_tokens=_WARM_UP_TOKENS,
+        )  # fmt: skip
+        (real if completion.statistics.drafter == way.speculation.drafter else others).append(way)
+    return real, others
+
+
 def measure(
     llm: LLM,
     prompts: Sequence[BenchPrompt],
@@ -86,25 +105,15 @@ def measure(
     sampling: Sampling,
     progress: Progress | None = None,
 ) -> Iterator[Run]:
-    """Each run as it is done, so that a caller who is interrupted has those before it.
-
-    Every way decodes a few tokens of another text first, not measured: weights are touched, kernels compiled, and the
-    machine's pass costs are known. Seeds are equal for all ways of a repeat.
-    """
+    """Each run as it is done, so that a caller who is interrupted has those before it. Ways are to be warm; seeds are
+    equal for all ways of a repeat."""
     told: Progress = progress or (lambda what, done, total: None)
-    total = len(ways) * (1 + repeats * len(prompts))
+    total = repeats * len(prompts) * len(ways)
     done = 0
-    for way in ways:
-        told(f"warming up, {way.name}", done, total)
-        llm.generate(WARM_UP, sampling=dataclasses.replace(sampling, seed=0), speculation=way.speculation,
-                     max_tokens=_WARM_UP_TOKENS)  # fmt: skip
-        done += 1
-    turn = 0
     for repeat in range(repeats):
         seeded = dataclasses.replace(sampling, seed=repeat)
-        for prompt in prompts:
-            first = turn % len(ways)
-            turn += 1
+        for index, prompt in enumerate(prompts, repeat * len(prompts)):
+            first = index % len(ways)
             for way in (*ways[first:], *ways[:first]):
                 told(f"{prompt.name}, {way.name}", done, total)
                 completion = llm.generate(

@@ -85,7 +85,7 @@ def _notes(report: Report, figures: Sequence[WayFigures]) -> list[str]:
     notes = [
         "TOK/S: median over runs. TO PLAIN: geometric mean over prompts, each beside its plain run.",
         "GB/S: weights read while decoding. MEMORY: its share of the "
-        f"{_speed(report.bandwidth.bytes_per_second / 1e9)} GB/s that memory delivers here,",
+        f"{_speed(report.bandwidth.bytes_per_second / 1e9)} GB/s that memory delivers here, "
         f"measured by {report.bandwidth.how}.",
     ]
     spreads = [way.repeat_spread for way in figures if way.repeat_spread is not None]
@@ -100,8 +100,12 @@ def _as_text(table: Table) -> str:
         [cell.rjust(width) if index else cell for index, (cell, width) in enumerate(zip(line, widths, strict=True))]
         for line in (table.columns, *table.rows)
     ]
-    notes = "".join(f"{note}\n" for note in table.notes)
-    return f"{table.title}\n{console.plain_table(aligned[0], aligned[1:])}{notes}"
+    notes = "".join(f"{console.wrapped(note)}\n" for note in table.notes)
+    return f"{_title(table)}\n{console.plain_table(aligned[0], aligned[1:])}{notes}"
+
+
+def _title(table: Table) -> str:
+    return "\n".join(console.wrapped(line) for line in table.title.splitlines())
 
 
 def _drawn(tables: Sequence[Table]) -> str:
@@ -119,10 +123,10 @@ def _drawn(tables: Sequence[Table]) -> str:
                 drawn.add_column(Text(column), justify="right" if index else "left", no_wrap=True)
             for row in table.rows:
                 drawn.add_row(*(Text(cell) for cell in row))
-            screen.print(Text(table.title, "bold"))
+            screen.print(Text(_title(table), "bold"))
             screen.print(drawn)
             for note in table.notes:
-                screen.print(Text(note, "dim"))
+                screen.print(Text(console.wrapped(note), "dim"))
             if table.notes:
                 screen.print()
     return captured.get()

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from mlx_spec.cli import bench, calibrate, doctor, generate, models
-from mlx_spec.cli.outcome import Outcome, exit_code
+from mlx_spec.cli.outcome import Outcome, exit_code, termination
 from mlx_spec.console import write
 
 app = typer.Typer(
@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits.
 
     0: done. 1: a failure. 2: a mistake in the call or its input; both come with one line on stderr. 130:
-    Ctrl-C. 141: the reader of the output went away; the shell says the same of a program that SIGPIPE ended.
+    Ctrl-C. 141: the reader of the output went away; 143: SIGTERM. The shell says the same of a program that SIGPIPE or
+    SIGTERM ended.
     """
     _silence_libraries()
     outcome = Outcome()
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Not app(): typer's own main swallows Ctrl-C and closed pipes, and draws errors as boxes.
         command = typer.main.get_command(app)
         listed = list(sys.argv[1:] if arguments is None else arguments)
-        with command.make_context("mlx-spec", listed, obj=outcome) as context:
+        with termination(), command.make_context("mlx-spec", listed, obj=outcome) as context:
             command.invoke(context)
         code = 0
     except BaseException as error:

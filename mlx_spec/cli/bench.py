@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_spec import console
-from mlx_spec.cli.loading import check_models, is_here, kv_config
+from mlx_spec.cli.loading import check_models, is_here, kv_config, note_no_draft
 from mlx_spec.cli.options import (
     DraftOption,
     DraftStorageOption,
@@ -25,7 +25,7 @@ from mlx_spec.cli.options import (
     option,
     whole,
 )
-from mlx_spec.cli.outcome import TracebackOption
+from mlx_spec.cli.outcome import Terminated, TracebackOption
 from mlx_spec.config import MOST_DRAFT_TOKENS, KVConfig, Sampling
 from mlx_spec.errors import BadConfig
 
@@ -109,9 +109,9 @@ def bench(
     with console.notes(shown=True), _said_once():
         report, failure = _measured(
             name, draft, kv, chosen, repeats=repeats, max_tokens=max_tokens, sampling=sampling,
-            draft_tokens=list(dict.fromkeys(draft_tokens or [])),
+            draft_tokens=list(dict.fromkeys(draft_tokens or [])), draft_storage=draft_storage,
         )  # fmt: skip
-        if report.runs or (as_json and isinstance(failure, KeyboardInterrupt)):
+        if report.runs or (as_json and isinstance(failure, KeyboardInterrupt | Terminated)):
             _write(report, as_json=as_json)
             if plot is not None:
                 _draw(report, plot)
@@ -129,16 +129,16 @@ def _prompts(file: str | None, kinds: list[str] | None) -> list[BenchPrompt]:
 
 def _measured(
     model: str, draft: str | None, kv: KVConfig, prompts: list[BenchPrompt], *, repeats: int, max_tokens: int,
-    sampling: dict[str, Any], draft_tokens: list[int],
+    sampling: dict[str, Any], draft_tokens: list[int], draft_storage: str | None,
 ) -> tuple[Report, BaseException | None]:
     """The report, and what ended it early: hours of measuring are not thrown away for what happened at their end."""
     llm = _load(model, draft, kv)
     from mlx_spec.bench.bandwidth import measure_bandwidth
     from mlx_spec.bench.report import Report
-    from mlx_spec.bench.runs import check_prompts, measure, ways_of
+    from mlx_spec.bench.runs import check_prompts, measure, warm_up, ways_of
 
-    if llm.draft_name is None and draft_tokens:
-        _log.warning(f"{model} has no draft, so --draft-tokens does nothing; name one with --draft")
+    if llm.draft_name is None:
+        note_no_draft(model, {"--draft-tokens": draft_tokens, "--draft-kv": draft_storage})
     settings = dataclasses.replace(llm.sampling, **sampling)
     check_prompts(llm, prompts, max_tokens)
     ways = ways_of(llm, draft_tokens or [_K])
@@ -150,11 +150,15 @@ def _measured(
     )  # fmt: skip
     try:
         with _progress() as progress:
+            ways, others = warm_up(llm, ways, sampling=settings, progress=progress)
+            report.planned_runs = repeats * len(prompts) * len(ways)
+            if others:
+                _log.warning(f"left out, since they would not draft so here: {', '.join(way.name for way in others)}")
             runs = measure(llm, prompts, ways, repeats=repeats, max_tokens=max_tokens, sampling=settings,
                            progress=progress)  # fmt: skip
             for run in runs:
                 report.runs.append(run)
-    except (KeyboardInterrupt, Exception) as error:
+    except (KeyboardInterrupt, Terminated, Exception) as error:
         return report, error
     return report, None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from mlx_spec import calibration_view, console
-from mlx_spec.cli.loading import check_models, is_here, kv_config
+from mlx_spec.cli.loading import check_models, is_here, kv_config, note_no_draft
 from mlx_spec.cli.options import (
     DraftOption,
     DraftStorageOption,
@@ -50,6 +50,8 @@ def calibrate(
     kv = kv_config(name, storage=storage, draft_storage=draft_storage, window=window, sinks=sinks)
     with console.notes(shown=True):
         target, small = _load(name, draft)
+        if small is None:
+            note_no_draft(name, {"--draft-kv": draft_storage})
         from mlx_spec import calibration, remembered
 
         report = calibration_view.Report(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 
 from mlx_spec import console
 from mlx_spec.cli.answer import write_json, write_text
-from mlx_spec.cli.loading import check_models, is_here, kv_config
+from mlx_spec.cli.loading import check_models, is_here, kv_config, note_no_draft
 from mlx_spec.cli.options import (
     UNLIMITED,
     DraftOption,
@@ -35,8 +34,6 @@ from mlx_spec.errors import BadConfig
 
 if TYPE_CHECKING:
     from mlx_spec.runtime import LLM
-
-_log = logging.getLogger("mlx_spec")
 
 _PROMPT, _DRAFTING, _LENGTH, _CHOICE, _REPETITION, _OUTPUT = (
     "Prompt", "Drafting", "When to stop", "How words are chosen", "Against repetition", "Output")
@@ -156,8 +153,8 @@ def generate(
 
     with console.notes(shown=not quiet):
         llm = _load(name, draft, kv, quiet=quiet)
-        if draft_storage and llm.draft_name is None:
-            _log.warning(f"{name} has no draft, so --draft-kv does nothing; name one with --draft")
+        if llm.draft_name is None:
+            note_no_draft(name, {"--draft-kv": draft_storage})
         question: str | list[dict[str, str]] = text
         if system is not None:
             question = [{"role": "system", "content": system}, {"role": "user", "content": text}]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlx_spec.config import KVConfig
 from mlx_spec.errors import BadConfig
+
+_log = logging.getLogger("mlx_spec")
 
 
 def check_models(model: str | None, draft: str | None) -> str:
@@ -35,6 +39,13 @@ def kv_config(model: str | None, **given: Any) -> KVConfig:
     except BadConfig as error:
         message = str(error).replace("draft_storage is", "--draft-kv is").replace("storage is", "--kv is")
         raise BadConfig(message.replace("window is", "--window is").replace("sinks is", "--sinks is")) from error
+
+
+def note_no_draft(model: str, options: Mapping[str, object]) -> None:
+    """Say of each option that was given that it is a draft's, and that `model` has none."""
+    for name, value in options.items():
+        if value:
+            _log.warning(f"{model} has no draft, so {name} does nothing; name one with --draft")
 
 
 def is_here(name: str) -> bool:

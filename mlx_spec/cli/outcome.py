@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,10 +14,36 @@ import typer
 from mlx_spec import console
 from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
 
-FAILURE, MISTAKE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
+FAILURE, MISTAKE, INTERRUPTED, CLOSED_PIPE, TERMINATED = 1, 2, 130, 141, 143
 _MISTAKES = (ModelNotFound, IncompatiblePair, BadConfig, DoesNotFit)
 # Newer versions of typer bring their own click; its base of BadParameter is the usage error in both.
 UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class Terminated(BaseException):
+    """SIGTERM came, as from `timeout` or `kill`."""
+
+
+@contextlib.contextmanager
+def termination() -> Iterator[None]:
+    """While this lasts, the first SIGTERM raises Terminated, so that what was measured is shown and a terminal gets its
+    cursor back; a second one ends the program at once. In any thread but the main one nothing changes."""
+    try:
+        before = signal.getsignal(signal.SIGTERM)
+        if before is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _terminate)
+    except ValueError:
+        before = None
+    try:
+        yield
+    finally:
+        if before is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(*_: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Terminated
 
 
 @dataclass
@@ -69,6 +96,8 @@ def _judge(error: BaseException, outcome: Outcome) -> tuple[int, str]:
         return (error.code if isinstance(error.code, int) else FAILURE if error.code else 0), ""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return INTERRUPTED, ""
+    if isinstance(error, Terminated):
+        return TERMINATED, ""
     if isinstance(error, UsageError):
         return MISTAKE, _usage(error, outcome)
     if isinstance(error, MLXSpecError):
