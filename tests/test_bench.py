@@ -489,18 +489,34 @@ def test_a_plot_of_nothing_is_none(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_long_names_of_kinds_stand_upright(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_names_of_kinds_lean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.axes import Axes
 
     drawn: list[tuple[list[str], int]] = []
-    monkeypatch.setattr(Axes, "set_xticks", lambda self, ticks, labels, rotation: drawn.append((labels, rotation)))
+    monkeypatch.setattr(
+        Axes, "set_xticks", lambda self, ticks, labels, rotation=0, ha="": drawn.append((labels, rotation))
+    )
     for kinds in (KINDS, ("code", "a rather long name of a kind", "another name of a kind")):
         llm = FakeLLM("pair", None)
         runs = measured(llm, [BenchPrompt(kind, kind, "text") for kind in kinds])
         assert plot.draw(report_of(llm, runs), str(tmp_path / "p.png"))
     assert drawn[0] == (["all", *KINDS], 0)
-    assert drawn[1] == (["all", "code", "a rather long name of a…", "another name of a kind"], 90)
+    assert drawn[1] == (["all", "code", "a rather long name of a…", "another name of a kind"], 25)
+
+
+def test_an_axis_of_tokens_counts_in_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    for positions in ([], [(4, 2)], [(4, 2), (2, 1)]):
+        runs = [run_of("plain"), run_of("lookup", positions=positions)]
+        assert plot.draw(report_of(FakeLLM("alone", None), runs), str(tmp_path / "p.png"))
+    for figure in figures:
+        low, high = figure.axes[1].get_xlim()
+        assert [tick for tick in figure.axes[1].get_xticks() if low <= tick <= high] == [1, 2]
 
 
 def test_plots_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

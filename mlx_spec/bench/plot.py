@@ -12,7 +12,7 @@ from mlx_spec.errors import BadConfig, MLXSpecError
 
 _SIZE = (11.0, 4.6)
 _LABEL_CHARACTERS, _LONGEST_LABEL = 80, 24
-"""As many fit beside one another below the left half, and in one label that stands upright."""
+"""As many fit beside one another below the left half, and in one label that leans."""
 
 
 def check_plot(file: str) -> None:
@@ -70,10 +70,14 @@ def draw(report: Report, file: str) -> bool:
     speed.axhline(1, color="0.2", linewidth=0.8, linestyle=":")
     labels = ["all", *(kind if len(kind) <= _LONGEST_LABEL else f"{kind[: _LONGEST_LABEL - 1]}…" for kind in kinds)]
     crowded = max(map(len, labels)) * len(labels) > _LABEL_CHARACTERS
-    speed.set_xticks(range(len(labels)), labels, rotation=90 if crowded else 0)
+    speed.set_xticks(range(len(labels)), labels, **({"rotation": 25, "ha": "right"} if crowded else {}))
     speed.set(ylabel="decoding speed relative to plain", title="Speed (lines: slowest to fastest prompt)")
     acceptance.set(
-        xlabel="drafted token of a pass", ylabel="accepted, of those reached", title="Acceptance", ylim=(0, 1.02)
+        xlabel="drafted token of a pass",
+        ylabel="accepted, of those reached",
+        title="Acceptance",
+        ylim=(0, 1.02),
+        xlim=(0.5, max(2, *(len(way.acceptance_by_position) for way in ways)) + 0.5),  # one token's axis would be 0.98
     )
     acceptance.xaxis.get_major_locator().set_params(integer=True)
     figure.legend(*speed.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize="small")
