@@ -45,12 +45,14 @@ class Schedule(Protocol):
         """Whether the latest round was left plain because speculation could not win."""
 
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int] | None:
-        """The offer to take and how many tokens to draft at most, 1 to `offer.tokens`; None for a plain round."""
+        """The offer to take and how many tokens to draft at most, 1 to `offer.tokens`; None for a plain round. May be
+        asked again for the same round, with other offers: the last answer counts."""
 
     def proceed(self, drafted: int, confidences: Sequence[float]) -> bool:
         """Whether the draft model should add a token to the `drafted` ones of this round.
 
-        confidences: the largest probability in the distribution each of them was drawn from.
+        confidences: the largest probability that the draft model gave any token where each of them stands, before
+        temperature and filters.
         """
 
     def observe(self, offer: Offer | None, drafted: int, accepted: int, confidences: Sequence[float]) -> None:
