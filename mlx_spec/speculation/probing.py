@@ -14,7 +14,7 @@ class Allowance:
 
     _most_share, _least_share, _shrinking = 0.008, 0.002, 1.5
     # So many probes' price can be saved up: after a long good time it should not be spent on a long bad one.
-    _saved_probes, _first_probes = 1.5, 0.25
+    _saved_probes, _first_probes = 1.5, 0.75
 
     def __init__(self, price: float) -> None:
         """price: what a probe costs beyond plain decoding, if nothing is accepted."""
@@ -31,8 +31,8 @@ class Allowance:
         return loss <= self._saved
 
     def spend(self, loss: float, successful: bool) -> None:
-        """A probe was made that was expected to lose so much."""
-        self._saved -= loss
+        """A probe lost so much, or gained where that is negative."""
+        self._saved = min(self._most, self._saved - loss)
         self._share = self._most_share if successful else max(self._least_share, self._share / self._shrinking)
 
     def rounds(self, loss: float) -> int:

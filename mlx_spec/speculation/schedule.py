@@ -132,7 +132,7 @@ class AutoSchedule:
             drafter: Allowance(self._cost(Offer(drafter, 1), 1) - 1) for drafter in usable if self._most > 0
         }
         self._rate = 1.0  # the best that could be had this round, in tokens for the time of a plain pass
-        self._probing: tuple[Drafter, float] | None = None  # whom, and the loss expected of it
+        self._probing: Drafter | None = None
         self._reached = self._positions.reach(range(self._most))
         self._lag = 0
 
@@ -144,12 +144,12 @@ class AutoSchedule:
         highest = max(rates[best]) if best is not None else 0.0
         self._rate = max(1.0, highest)
         self._probing, self.parked = None, False
-        for offer in offers:
-            if offer != best or highest <= 1:
-                loss = self._loss(offer)
-                if self._allowances[offer.drafter].affords(loss):
-                    self._probing = offer.drafter, loss
-                    return offer, 1
+        losing = [offer for offer in offers if offer != best or highest <= 1]
+        # Who is likeliest to win first: a draft model that is left alone meanwhile has ever more to read.
+        for loss, offer in sorted(((self._loss(offer), offer) for offer in losing), key=lambda pair: pair[0]):
+            if self._allowances[offer.drafter].affords(loss):
+                self._probing = offer.drafter
+                return offer, 1
         if best is None or highest <= 1:
             self.parked = best is not None
             return None
@@ -175,8 +175,9 @@ class AutoSchedule:
         for allowance in self._allowances.values():
             allowance.save(self._cost(offer, drafted))
         if self._probing is not None and offer is not None:
-            drafter, loss = self._probing
-            self._allowances[drafter].spend(loss, accepted > 0)
+            # What it really lost, so that one success lets the next follow: it takes a few to be sure of a drafter.
+            cost = self._cost(offer, drafted) + (accepted == drafted) * self._read_later(offer)
+            self._allowances[self._probing].spend(cost * self._rate - 1 - accepted, accepted > 0)
         self._probing = None
         if offer is not None and offer.drafter == "model":
             self._positions.observe(range(min(drafted, self._most)), accepted)
@@ -213,8 +214,11 @@ class AutoSchedule:
     def _loss(self, offer: Offer) -> float:
         """What drafting one token is expected to lose against the best there is."""
         reach = self._reach(offer, 1)[0]
-        cost = self._cost(offer, 1) + (reach * self._costs.catching_up if offer.drafter == "model" else 0)
-        return cost * self._rate - 1 - reach
+        return (self._cost(offer, 1) + reach * self._read_later(offer)) * self._rate - 1 - reach
+
+    def _read_later(self, offer: Offer) -> float:
+        """A draft model that has everything accepted has yet to read its last token."""
+        return self._costs.catching_up if offer.drafter == "model" else 0.0
 
     def _cost(self, offer: Offer | None, drafted: int) -> float:
         cost = self._costs.verify(drafted + 1)
