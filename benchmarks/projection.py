@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 from common import RESULTS, save
 
+from mlx_spec.architectures.paged import PagedModel
 from mlx_spec.config import Sampling
-from mlx_spec.context import Context
+from mlx_spec.context import Context, prefill
 from mlx_spec.loader import load
 from mlx_spec.sampling import distribution
 from mlx_spec.speculation import AutoSchedule, FixedSchedule, Lookup, Schedule
@@ -44,33 +45,35 @@ DRAWS = 20
 """Times that each trace is replayed, with other outcomes drawn."""
 
 
-def distributions(context: Context, tokens: Sequence[int], sampling: Sampling, size: int, last: int) -> Iterator[Any]:
-    """After each of the last `last` tokens, in turn: the distribution, and the largest probability at temperature 1."""
+def distributions(context: Context, tokens: Sequence[int], sampling: Sampling, size: int) -> Iterator[Any]:
+    """After each of `tokens` in turn: the distribution, and the largest probability before temperature and filters."""
     for start in range(0, len(tokens), CHUNK):
-        chunk = tokens[start : start + CHUNK]
-        rows = min(len(chunk), max(0, last - (len(tokens) - start - len(chunk))))
-        logits = context.extend(chunk, rows=rows)
-        context.evaluate()
-        for row in range(rows):
-            probabilities = distribution(logits[row : row + 1], sampling, size)
-            confident = distribution(logits[row : row + 1], Sampling(temperature=1), size).max()
-            yield np.array(probabilities[0], np.float64), confident.item()
+        logits = context.extend(tokens[start : start + CHUNK])
+        confident = distribution(logits, Sampling(temperature=1), size).max(axis=-1)
+        for row, confidence in zip(distribution(logits, sampling, size), confident.tolist(), strict=True):
+            yield np.array(row, np.float64), confidence
     context.close()
 
 
 def record(options: argparse.Namespace) -> None:
-    from mlx_spec.architectures.paged import PagedModel
-
     target, draft = load(options.model), load(options.draft)
     models = PagedModel(target.module), PagedModel(draft.module)
     size = min(target.tokenizer.vocabulary_size, target.config["vocab_size"])
     rows = json.loads(options.tokens_of.read_text())["rows"]
-    traces = []
+    traces: list[dict[str, Any]] = []
+    read: list[int] = []
+    contexts: list[Context] = []
     for row in rows:
         prompt, tokens = row["prompt"], row["runs"]["mlx-spec auto"]["emitted"]
+        if prompt != read:
+            for context in contexts:
+                context.close()
+            read, contexts = prompt, [model.new_context() for model in models]
+            for context in contexts:
+                prefill(context, prompt)
         sampling = Sampling(temperature=row["temperature"])
-        read = [*prompt, *tokens[:-1]]  # what comes after the last token is in no trace
-        sides = [distributions(model.new_context(), read, sampling, size, len(tokens)) for model in models]
+        after = [prompt[-1], *tokens[:-1]]  # what comes after the last token is in no trace
+        sides = [distributions(context.fork(), after, sampling, size) for context in contexts]
         overlap, equal, confidences = [], [], []
         for (p, _), (q, confidence) in zip(*sides, strict=True):
             overlap.append(round(float(np.minimum(p, q).sum()), 6))
