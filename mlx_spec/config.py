@@ -15,18 +15,18 @@ _LARGEST = 1e9  # far beyond any use; float32 arithmetic on it stays finite
 
 def _require(condition: bool, name: str, value: object, accepted: str) -> None:
     if not condition:
-        raise BadConfig(f"{name} is {value!r}; give {accepted}.")
+        raise BadConfig(f"{name} is {value!r}; give {accepted}.", setting=name)
 
 
 def _require_number(inside: Callable[[Any], bool], name: str, value: object, accepted: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise BadConfig(f"{name} is {value!r}, which is no number; give {accepted}.")
+        raise BadConfig(f"{name} is {value!r}, which is no number; give {accepted}.", setting=name)
     _require(inside(value), name, value, accepted)
 
 
 def _require_whole(inside: Callable[[Any], bool], name: str, value: object, accepted: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise BadConfig(f"{name} is {value!r}, which is no whole number; give {accepted}.")
+        raise BadConfig(f"{name} is {value!r}, which is no whole number; give {accepted}.", setting=name)
     _require(inside(value), name, value, accepted)
 
 
@@ -162,8 +162,8 @@ class KVConfig:
             if self.sinks is not None:
                 raise BadConfig(
                     f"sinks is {self.sinks!r}, which says what stays visible beside a window; give a window too, such "
-                    "as 4096, or no sinks."
-                )
+                    "as 4096, or no sinks.", setting="sinks",
+                )  # fmt: skip
         else:
             least = max(SMALLEST_WINDOW, self.sinks) if isinstance(self.sinks, int) else SMALLEST_WINDOW
             _require_whole(lambda n: n >= least, "window", self.window,

@@ -53,8 +53,8 @@ class Drafters:
         if drafter in ("model", "hybrid") and self._draft_name is None:
             raise BadConfig(
                 f"drafter is {drafter!r}, and no draft model is loaded; name one (--draft, load(model, draft=)), or "
-                "use the drafter lookup."
-            )
+                "use the drafter lookup.", setting="drafter",
+            )  # fmt: skip
         if self._target.rewind_obstacle:
             asked = drafter is not None or speculation.draft_tokens != "auto"
             if asked and self._draft_name is None and not self._told:  # with a draft it was said when that was loaded

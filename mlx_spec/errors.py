@@ -20,6 +20,11 @@ class DoesNotFit(MLXSpecError):
 class BadConfig(MLXSpecError):
     """A value out of range, a broken file, or an architecture that is not known."""
 
+    def __init__(self, message: str, *, setting: str | None = None) -> None:
+        """setting: the field of a configuration that `message` begins with, if it does."""
+        super().__init__(message)
+        self.setting = setting
+
 
 def shortened(text: str) -> str:
     """`text` as a message shows it: cut where nobody would read on."""

@@ -690,7 +690,7 @@ def test_control_c_and_termination(tmp_path: Path, more: list[str], sent: signal
     (["-m", "pair", "-n", "0"], ["--max-tokens is 0"]),
     (["-m", "pair", "-k", "0"], ["--draft-tokens is 0", "1 to 64"]),
     (["-m", "pair", "-k", "65"], ["--draft-tokens is 65"]),
-    (["-m", "pair", "-t", "-1"], ["temperature is -1"]),
+    (["-m", "pair", "-t", "-1"], ["--temperature is -1"]),
     (["-m", "pair", "--kinds", "prose"], ["'prose'", "code, edit, json, summary, chat, reasoning"]),
     (["-m", "pair", "--kinds", "code,"], ["'code,'", "empty kind"]),
     (["-m", "pair", "--kinds", ""], ["empty kind"]),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from directories import write_model
 import mlx_spec
 from mlx_spec import calibration, console
 from mlx_spec.cli import main
+from mlx_spec.cli.options import named_by_option
 from mlx_spec.completion import Chunk
 from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.engine import TokenLogprobs
@@ -368,29 +369,41 @@ def test_prompt_from_stdin_and_file(generate: Any, llms: list[FakeLLM], monkeypa
     (["--draft-tokens-max", "auto", "x"], ["--draft-tokens-max", "'auto'", "whole number"]),
     (["--draft-tokens-max", "5", "-k", "3", "x"], ["--draft-tokens-max", "-k auto"]),
     (["-t", "warm", "x"], ["'warm'", "not a number"]),
-    (["-t", "-0.5", "x"], ["temperature is -0.5"]),
-    (["-t", "nan", "x"], ["temperature is nan"]),
-    (["--top-p", "0", "x"], ["top_p is 0"]),
-    (["--top-p", "1.5", "x"], ["top_p is 1.5"]),
-    (["--min-p", "-1", "x"], ["min_p is -1"]),
-    (["--top-k", "-1", "x"], ["top_k is -1"]),
-    (["--repetition-penalty", "0", "x"], ["repetition_penalty is 0"]),
-    (["--presence-penalty", "inf", "x"], ["presence_penalty is inf"]),
-    (["--seed", "-1", "x"], ["seed is -1"]),
-    (["--top-logprobs", "101", "--json", "x"], ["top_logprobs is 101"]),
+    (["-t", "-0.5", "x"], ["--temperature is -0.5"]),
+    (["-t", "nan", "x"], ["--temperature is nan"]),
+    (["--top-p", "0", "x"], ["--top-p is 0"]),
+    (["--top-p", "1.5", "x"], ["--top-p is 1.5"]),
+    (["--min-p", "-1", "x"], ["--min-p is -1"]),
+    (["--top-k", "-1", "x"], ["--top-k is -1"]),
+    (["--repetition-penalty", "0", "x"], ["--repetition-penalty is 0"]),
+    (["--presence-penalty", "inf", "x"], ["--presence-penalty is inf"]),
+    (["--seed", "-1", "x"], ["--seed is -1"]),
+    (["--top-logprobs", "101", "--json", "x"], ["--top-logprobs is 101"]),
     (["--top-logprobs", "1", "x"], ["--top-logprobs", "--json"]),
     (["-n", "-1", "x"], ["--max-tokens", "'-1'", "unlimited", "mlx-spec generate --help"]),
     (["-n", "many", "x"], ["'many'", "unlimited"]),
     (["--stop", "", "x"], ["--stop '' is empty"]),
     (["--stop-token", "-3", "x"], ["--stop-token is -3"]),
     (["--logit-bias", "5", "x"], ["'5'", "TOKEN=VALUE"]),
-    (["--logit-bias", "5=nan", "x"], ["logit_bias is nan"]),
+    (["--logit-bias", "5=nan", "x"], ["--logit-bias is nan"]),
     (["--temprature", "1", "x"], ["--temprature", "mlx-spec generate --help"]),
     (["-m"], ["mlx-spec generate --help"]),
 ])
 def test_mistakes(generate: Any, llms: list[FakeLLM], arguments: list[str], parts: list[str]) -> None:
     _one_error(generate(*arguments), 2, *parts)
     assert not llms
+
+
+def test_every_setting_is_called_as_an_option_that_exists(run: Callable[..., tuple[int, str, str]]) -> None:
+    options = set(re.findall(r"--[a-z-]+", run("generate", "--help")[1]))
+    for config in (Sampling, Speculation, KVConfig):
+        for field in fields(config):
+            message = named_by_option(BadConfig(f"{field.name} is wrong.", setting=field.name))
+            assert message.removesuffix(" is wrong.") in options
+
+
+def test_a_message_that_begins_otherwise_stays_as_it_is() -> None:
+    assert named_by_option(BadConfig("seed.toml: seed is -1.")) == "seed.toml: seed is -1."
 
 
 @pytest.mark.parametrize("prompt", ["-5 + 3?", "--flags"])
@@ -642,7 +655,7 @@ def test_auto_stays_below_its_bound(answered: Callable[..., tuple[int, str, str]
 
 @pytest.mark.parametrize("drafter", ["model", "hybrid"])
 def test_a_drafter_without_its_model(answered: Callable[..., tuple[int, str, str]], drafter: str) -> None:
-    _one_error(answered("--drafter", drafter, TEXT), 2, f"drafter is {drafter!r}", "--draft", "lookup")
+    _one_error(answered("--drafter", drafter, TEXT), 2, f"--drafter is {drafter!r}", "--draft", "lookup")
     refused = answered("--drafter", drafter, "-d", "none", "-m", "not-even-looked-for", TEXT)
     _one_error(refused, 2, f"--drafter {drafter} needs a draft model", "--draft none", "lookup")
     assert answered("--drafter", drafter, "-k", "0", TEXT)[0] == 0

@@ -21,11 +21,11 @@ from mlx_spec.cli.options import (
     StorageOption,
     WindowOption,
     bias,
-    draft_count,
     number,
     option,
     token_limit,
     whole,
+    whole_or,
 )
 from mlx_spec.cli.outcome import TracebackOption
 from mlx_spec.cli.prompt import check_utf8, read_prompt
@@ -58,7 +58,7 @@ def generate(
     model: ModelOption = None,
     draft: DraftOption = None,
     draft_tokens: Annotated[Any, option(
-        "--draft-tokens", "-k", panel=_DRAFTING, metavar="K", parser=draft_count,
+        "--draft-tokens", "-k", panel=_DRAFTING, metavar="K", parser=whole_or("auto"),
         help="Tokens drafted per pass of the target; 0 is plain decoding, auto chooses anew for each pass by what "
         "passes cost on this machine and what was accepted. "
         f"Default: the model's own, else {Speculation().draft_tokens}.")] = None,
@@ -181,13 +181,7 @@ def _speculation(**given: Any) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("draft_tokens", "auto") != "auto" and "most_draft_tokens" in given:
         raise BadConfig("--draft-tokens-max bounds -k auto, and -k names a number; leave one of the two out.")
-    options = {"most_draft_tokens": "--draft-tokens-max", "draft_tokens": "--draft-tokens", "verification": "--verify",
-               "drafter": "--drafter"}  # fmt: skip
-    try:
-        Speculation(**given)
-    except BadConfig as error:
-        name, rest = str(error).split(" ", 1)
-        raise BadConfig(f"{options[name]} {rest}") from error
+    Speculation(**given)
     return given
 
 

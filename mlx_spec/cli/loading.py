@@ -34,11 +34,7 @@ def kv_config(model: str | None, **given: Any) -> KVConfig:
         if "sinks" in given:
             raise BadConfig("--sinks says what stays visible beside a window; give --window N, such as --window 4096.")
         given |= {"window": None, "sinks": None}
-    try:
-        return dataclasses.replace(own, **given)
-    except BadConfig as error:
-        message = str(error).replace("draft_storage is", "--draft-kv is").replace("storage is", "--kv is")
-        raise BadConfig(message.replace("window is", "--window is").replace("sinks is", "--sinks is")) from error
+    return dataclasses.replace(own, **given)
 
 
 def note_no_draft(model: str, options: Mapping[str, object]) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_spec.config import DEFAULT_SINKS
+from mlx_spec.errors import BadConfig
 
 # The parser of an option cannot give None.
 UNLIMITED = -1
@@ -38,27 +39,17 @@ def token_limit(text: str) -> int:
     raise typer.BadParameter(f"{text!r} is neither a whole number of 0 or more nor 'unlimited'")
 
 
-def draft_count(text: str) -> int | str:
-    """A number of tokens, or the word auto."""
-    if text == "auto":
-        return text
-    with contextlib.suppress(ValueError):
-        return int(text)
-    raise typer.BadParameter(f"{text!r} is neither a whole number nor 'auto'")
+def whole_or(word: str) -> Callable[[str], int | str]:
+    """Reads a whole number, or `word`."""
 
+    def read(text: str) -> int | str:
+        if text == word:
+            return text
+        with contextlib.suppress(ValueError):
+            return int(text)
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor {word!r}")
 
-def window_size(text: str) -> int | str:
-    """A number of tokens, or the word none."""
-    if text == "none":
-        return text
-    with contextlib.suppress(ValueError):
-        return int(text)
-    raise typer.BadParameter(f"{text!r} is neither a whole number nor 'none'")
-
-
-def sink_count(text: str) -> int | str:
-    """A number of tokens, or the word system."""
-    return text if text == "system" else whole(text)
+    return read
 
 
 def bias(text: str) -> tuple[int, float]:
@@ -68,6 +59,19 @@ def bias(text: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not TOKEN=VALUE, such as 1234=-5") from None
+
+
+# Options that are not called as the field of the configuration that they set.
+_OPTIONS = {"storage": "--kv", "draft_storage": "--draft-kv", "verification": "--verify",
+            "most_draft_tokens": "--draft-tokens-max"}  # fmt: skip
+
+
+def named_by_option(error: BadConfig) -> str:
+    """The message, which names the option where it would begin with a field of the configuration."""
+    if error.setting is None:
+        return str(error)
+    option = _OPTIONS.get(error.setting, f"--{error.setting.replace('_', '-')}")
+    return option + str(error).removeprefix(error.setting)
 
 
 def option(name: str, *more: str, panel: str, help: str, metavar: str | None = None,
@@ -96,10 +100,10 @@ DraftStorageOption = Annotated[str | None, option(
     "--draft-kv", panel=_MEMORY, metavar="STORAGE",
     help="The same for the draft. Default: the model's own, else model.")]
 WindowOption = Annotated[Any, option(
-    "--window", panel=_MEMORY, metavar="N", parser=window_size,
+    "--window", panel=_MEMORY, metavar="N", parser=whole_or("none"),
     help="Let each token see only the N before it and the sinks: memory stays constant, and the answer may be longer "
     "than the model's context. none lets it see everything. Default: the model's own, else none.")]
 SinksOption = Annotated[Any, option(
-    "--sinks", panel=_MEMORY, metavar="N", parser=sink_count,
+    "--sinks", panel=_MEMORY, metavar="N", parser=whole_or("system"),
     help="With a window: the first N tokens are always seen; system keeps the whole system prompt. "
     f"Default: the model's own, else {DEFAULT_SINKS}.")]

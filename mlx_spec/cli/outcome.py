@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from mlx_spec import console
+from mlx_spec.cli.options import named_by_option
 from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
 
 FAILURE, MISTAKE, INTERRUPTED, CLOSED_PIPE, TERMINATED = 1, 2, 130, 141, 143
-_MISTAKES = (ModelNotFound, IncompatiblePair, BadConfig, DoesNotFit)
+_MISTAKES = (ModelNotFound, IncompatiblePair, DoesNotFit)
 # Newer versions of typer bring their own click; its base of BadParameter is the usage error in both.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -100,6 +101,8 @@ def _judge(error: BaseException, outcome: Outcome) -> tuple[int, str]:
         return TERMINATED, ""
     if isinstance(error, UsageError):
         return MISTAKE, _usage(error, outcome)
+    if isinstance(error, BadConfig):
+        return MISTAKE, named_by_option(error)
     if isinstance(error, MLXSpecError):
         return MISTAKE if isinstance(error, _MISTAKES) else FAILURE, str(error)
     if isinstance(error, console.OutputError):
