@@ -85,11 +85,13 @@ def _c(calibration: Calibration) -> float | None:
 def show(report: Report) -> None:
     """Writes all of it to stdout."""
     measured = report.calibrations
-    pair = report.model if report.draft is None else f"{report.model} with {report.draft} as draft"
+    # One that cannot take tokens back is not measured, as a note says.
+    drafts = report.draft is not None and (not measured or _by_model(measured))
+    pair = f"{report.model} with {report.draft} as draft" if drafts else report.model
     console.write(f"{pair} on {report.machine}\n\n")
     if measured:
         _show_passes(measured)
-        if report.draft is not None:
+        if drafts:
             _show_draft(measured)
         console.write("\nV over rows, ideally 1\n")
         _show_curve(measured)
@@ -126,8 +128,7 @@ def _show_draft(measured: Sequence[Calibration]) -> None:
 
 
 def _show_computed(measured: Sequence[Calibration]) -> None:
-    by_model = any(each.draft_step is not None for each in measured)
-    drafts = "by the draft model" if by_model else "that cost nothing, as by lookup"
+    drafts = "by the draft model" if _by_model(measured) else "that cost nothing, as by lookup"
     heading = f"Computed from these costs, not measured: best K and speedup over plain decoding, for drafts {drafts}"
     console.write(f"\n{console.wrapped(heading)}\n")
     columns = ["ACCEPTED"]
@@ -141,6 +142,10 @@ def _show_computed(measured: Sequence[Calibration]) -> None:
             row += [str(k), f"{gain:.2f}"]
         rows.append([*row, ""])
     console.show_table([*columns, ""], rows)
+
+
+def _by_model(measured: Sequence[Calibration]) -> bool:
+    return any(calibration.draft_step is not None for calibration in measured)
 
 
 def _ms(seconds: float | None) -> str:

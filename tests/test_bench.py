@@ -399,7 +399,7 @@ def test_tables_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     lines = text.splitlines()
     assert lines[:2] == ["pair with small, temperature 0, answers of 20 tokens at most", "3 prompts"]
     rows = [line.split() for line in lines]
-    assert rows[2] == ["WAY", "TOK/S", "RANGE", "TO", "PLAIN", "RANGE", "TOK/PASS", "ACCEPTED", "GB/S", "MEMORY"]
+    assert rows[2] == ["WAY", "TOK/S", "RANGE", "TO", "PLAIN", "RANGE", "TOK/PASS", "ACCEPTED", "GB/S", "OF", "PEAK"]
     hybrid = rows[7]
     assert hybrid[0] == "hybrid"
     assert hybrid[3] == "3.00"
@@ -457,7 +457,7 @@ def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     # Prose is broken between words.
     lines = re.sub(r"\x1b\[[\d;]*m", "", drawn).splitlines()
     assert lines[:2] == ["pair with small, temperature 0, answers", "of 20 tokens at most"]
-    assert "GB/S: weights read while decoding." in lines
+    assert "GB/S: weights read while decoding. OF" in lines
 
 
 def _without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

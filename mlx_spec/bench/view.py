@@ -38,7 +38,7 @@ def tables_of(report: Report, figures: Sequence[WayFigures]) -> Iterator[Table]:
     """All that is shown. Plain decoding alone is compared with nothing."""
     yield Table(
         f"{report.heading}\n{_extent(report)}",
-        ("WAY", "TOK/S", "RANGE", "TO PLAIN", "RANGE", "TOK/PASS", "ACCEPTED", "GB/S", "MEMORY"),
+        ("WAY", "TOK/S", "RANGE", "TO PLAIN", "RANGE", "TOK/PASS", "ACCEPTED", "GB/S", "OF PEAK"),
         [
             (
                 way.way,
@@ -84,7 +84,7 @@ def _extent(report: Report) -> str:
 def _notes(report: Report, figures: Sequence[WayFigures]) -> list[str]:
     notes = [
         "TOK/S: median over runs. TO PLAIN: geometric mean over prompts, each beside its plain run.",
-        "GB/S: weights read while decoding. MEMORY: its share of the "
+        "GB/S: weights read while decoding. OF PEAK: the share of the "
         f"{_speed(report.bandwidth.bytes_per_second / 1e9)} GB/s that memory delivers here, "
         f"measured by {report.bandwidth.how}.",
     ]
