@@ -24,7 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 from common import save
-from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load as load_reference
@@ -79,7 +79,7 @@ class OurPrompt:
         decoding = Decoding(list(self.prompt), target, drafting, sampling=sampling, seed=0, vocabulary_size=size)
         if drafting is not None:
             drafters.schedule(drafting, speculation, target, count)
-        started = clocks()
+        started = started_quietly()
         rounds = list(decoding.rounds(limit=count, end_tokens=llm.tokenizer.end_tokens))
         elapsed = since(started)
         target.close()
@@ -113,7 +113,7 @@ class TheirPrompt:
         sampler = make_sampler(temp=temperature)
         caches = [c for cache in copy.deepcopy(self._caches[: 2 if k else 1]) for c in cache]
         last = mx.array(prompt[-1:])
-        started = clocks()
+        started = started_quietly()
         steps: Iterator[tuple[int, bool]]
         if k:
             steps = (
@@ -140,7 +140,11 @@ class TheirPrompt:
         return Run(len(tokens), passes + from_draft, *since(started), tokens, [])
 
 
-def clocks() -> tuple[float, float]:
+def started_quietly() -> tuple[float, float]:
+    """The clocks once nothing is in flight: plain decoding in either runtime leaves a pass behind that nobody needs, and
+    the next way would pay for it."""
+    mx.synchronize(generation_stream)
+    mx.synchronize()
     return time.perf_counter(), time.process_time()
 
 
