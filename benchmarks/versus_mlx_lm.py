@@ -141,8 +141,8 @@ class TheirPrompt:
 
 
 def started_quietly() -> tuple[float, float]:
-    """The clocks once nothing is in flight: plain decoding in either runtime leaves a pass behind that nobody needs, and
-    the next way would pay for it."""
+    """The clocks once nothing is in flight: plain decoding leaves a pass behind that nobody needs, in either runtime,
+    and the next way would pay for it."""
     mx.synchronize(generation_stream)
     mx.synchronize()
     return time.perf_counter(), time.process_time()

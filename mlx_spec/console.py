@@ -184,8 +184,7 @@ def statistics_line(statistics: Statistics) -> str:
         parts.append(f"{statistics.tokens_per_pass:.2f} tokens per target pass")
     if statistics.acceptance_rate is not None:
         parts.append(f"{statistics.acceptance_rate:.0%} of {statistics.drafted} drafts accepted{_by(statistics)}")
-    if statistics.drafter != "none" and statistics.draft_tokens == "auto" and statistics.passes_by_draft_tokens:
-        ks = statistics.passes_by_draft_tokens
+    if statistics.drafter != "none" and (ks := statistics.passes_by_draft_tokens):
         parts.append(f"K {min(ks)} to {max(ks)}" if len(ks) > 1 else f"K {min(ks)}")
     if statistics.parked_passes:
         parts.append(f"{statistics.parked_passes} of {_count(statistics.target_passes, 'pass', 'passes')} parked")
@@ -205,9 +204,11 @@ def size(number: int) -> str:
 
 
 def _by(statistics: Statistics) -> str:
-    """Whose drafts they were, where that is not clear."""
+    """Whose drafts they were."""
+    if len(statistics.by_drafter) < 2:
+        return "".join(f" ({name})" for name in statistics.by_drafter)
     parts = [f"{name} {part.accepted} of {part.drafted}" for name, part in sorted(statistics.by_drafter.items())]
-    return f" ({', '.join(parts)})" if statistics.drafter == "hybrid" else ""
+    return f" ({', '.join(parts)})"
 
 
 def _count(number: int, noun: str, plural: str | None = None) -> str:

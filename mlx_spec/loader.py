@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_spec import catalog, checkpoint, hub
@@ -54,9 +55,18 @@ class LoadedModel:
     """Positions the model was made for; None where its configuration does not say."""
 
     @property
-    def weight_bytes(self) -> int:
-        """What the weights take in memory."""
-        return sum(array.nbytes for _, array in tree_flatten(self.module.parameters()))
+    def bytes_per_pass(self) -> int | None:
+        """Bytes of weights that a pass over one row reads: of an embedding that is not the output head too, a row at
+        most, and so nothing. None for a mixture of experts, which reads as many as its router picks."""
+        modules = dict(self.module.named_modules())
+        if any(isinstance(module, SwitchLinear | QuantizedSwitchLinear) for module in modules.values()):
+            return None
+        has_head = any(name.split(".")[-1] == "lm_head" for name in modules)
+        return sum(
+            array.nbytes
+            for name, array in tree_flatten(self.module.parameters())
+            if not (has_head and isinstance(modules[name.rpartition(".")[0]], nn.Embedding | nn.QuantizedEmbedding))
+        )
 
 
 def resolve(name: str | Path) -> Source:

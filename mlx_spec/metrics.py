@@ -48,6 +48,7 @@ class Statistics:
     calibration_seconds: float
     """Measuring what passes cost, where that was not known yet."""
     decode_seconds: float
+    """From the prompt's end to the last token, including what the caller takes with each chunk."""
     kv_bytes: int
     """Allocated for keys and values of both models, at the end."""
     peak_memory_bytes: int

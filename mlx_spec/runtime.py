@@ -83,8 +83,9 @@ class LLM:
             window=kv.window,
             calibrations=Calibrations(target, draft, kv),
         )
-        self.weight_bytes = target.weight_bytes, draft.weight_bytes if draft else 0
-        """Of the target and of the draft."""
+        self.bytes_per_pass = target.bytes_per_pass, draft.bytes_per_pass if draft else 0
+        """Bytes of weights that a pass over one row reads, of the target and of the draft; None where that depends on
+        the row, as in a mixture of experts."""
         with closing(self._target.new_context()) as context:
             self._columns = context.vocabulary_size
         self.vocabulary_size = min(self.tokenizer.vocabulary_size, self._columns)

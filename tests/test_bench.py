@@ -30,7 +30,7 @@ from mlx_spec.bench.report import Report
 from mlx_spec.bench.runs import Run, check_prompts, measure, warm_up, ways_of
 from mlx_spec.cli import main
 from mlx_spec.completion import Completion
-from mlx_spec.config import Sampling, Speculation
+from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.errors import BadConfig, MLXSpecError
 from mlx_spec.metrics import Drafted, Statistics
 
@@ -65,9 +65,9 @@ class FakeLLM:
     def __init__(self, name: str, draft: str | bool | None) -> None:
         self.name = name
         self.draft_name = None if draft is False or (draft is None and name == "alone") else "small"
-        self.sampling = Sampling(top_p=0.9)
+        self.sampling, self.kv = Sampling(top_p=0.9), KVConfig("int8")
         self.speculation = Speculation(verification="token", most_draft_tokens=9)
-        self.weight_bytes = TARGET_BYTES, DRAFT_BYTES if self.draft_name else 0
+        self.bytes_per_pass = TARGET_BYTES, DRAFT_BYTES if self.draft_name else 0
         self.calls: list[dict[str, Any]] = []
         self.drafts_by = {"none": "none", "model": "model", "lookup": "lookup", "hybrid": "hybrid"}
         if name == "plainly":
@@ -300,7 +300,7 @@ def run_of(way: str, prompt: str = "a", repeat: int = 0, kind: str = "code", **f
 def test_drift_cancels() -> None:
     llm = FakeLLM("pair", None)
     prompts = [BenchPrompt("code", f"p{index}", "text") for index in range(10)]
-    figures = {entry.way: entry for entry in figures_of(measured(llm, prompts), *llm.weight_bytes)}
+    figures = {entry.way: entry for entry in figures_of(measured(llm, prompts), *llm.bytes_per_pass)}
     for way, entry in figures.items():
         assert entry.ratio_to_plain is not None
         assert entry.ratio_to_plain.middle == pytest.approx(SPEEDS[way] / SPEEDS["plain"], rel=2e-4)
@@ -308,6 +308,30 @@ def test_drift_cancels() -> None:
     # Without the turns it would not.
     assert figures["hybrid"].ratio_to_plain is not None
     assert figures["hybrid"].ratio_to_plain.least < 2.995
+
+
+def test_ways_are_compared_over_the_same_prompts_after_an_interruption() -> None:
+    runs = [run_of(way, prompt, seconds=seconds) for prompt, way, seconds in (
+        ("a", "plain", 1.0), ("a", "auto", 1.0), ("a", "hybrid", 1.0), ("b", "plain", 4.0), ("b", "auto", 1.0))]
+    for entry in figures_of(runs, 1, 1):
+        assert entry.runs == 1
+        assert entry.ratio_to_plain is not None
+        assert (entry.ratio_to_plain.middle, entry.ratio_to_plain.count) == (1.0, 1)
+    # With one turn there is nothing else to show.
+    assert [entry.runs for entry in figures_of(runs[3:], 1, 1)] == [1, 1]
+
+
+def test_a_mixture_of_experts_has_no_bytes_per_pass() -> None:
+    for target, draft in ((None, 1), (1, None)):
+        assert figures_of([run_of("plain")], target, draft)[0].weights_read_per_second is None
+
+
+def test_the_heading_says_how_keys_and_values_were_kept() -> None:
+    llm: Any = FakeLLM("pair", None)
+    assert report_of(llm, []).heading == "pair with small, temperature 0, answers of 20 tokens at most"
+    kept = report_of(llm, [], kv=KVConfig("int8", window=4096))
+    assert kept.heading == (
+        "pair with small, temperature 0, storage int8, window 4096, answers of 20 tokens at most")
 
 
 def test_ratios_are_geometric_over_prompts_and_medians_over_repeats() -> None:
@@ -383,9 +407,9 @@ def test_bandwidth_takes_no_memory_that_is_not_there(monkeypatch: pytest.MonkeyP
 
 
 def report_of(llm: Any, runs: list[Run], planned: int | None = None, **changes: Any) -> Report:
-    return Report(model=llm.name, draft=llm.draft_name, temperature=0.0, max_tokens=20, repeats=1, prompts=3,
-                  planned_runs=len(runs) if planned is None else planned, weight_bytes=llm.weight_bytes,
-                  bandwidth=Bandwidth(400e9, 2**30), runs=runs, **changes)  # fmt: skip
+    return Report(model=llm.name, draft=llm.draft_name, sampling=Sampling(), max_tokens=20, repeats=1, prompts=3,
+                  planned_runs=len(runs) if planned is None else planned, bytes_per_pass=llm.bytes_per_pass,
+                  bandwidth=Bandwidth(400e9, 2**30), runs=runs, **{"kv": KVConfig(), **changes})  # fmt: skip
 
 
 def shown(capsys: pytest.CaptureFixture[str], report: Report) -> str:
@@ -565,7 +589,7 @@ def test_the_command_measures_the_built_in_prompts(run: Any) -> None:
     assert out.splitlines()[1] == "12 prompts, 2 times each"
     assert out.endswith("\n")
     assert not out.endswith("\n\n")
-    assert "Repeats of one prompt lie up to" in out
+    assert re.search(r"Repeats of one prompt lie \d+% apart: the median", out)
 
 
 def test_json_holds_every_run(run: Any, tmp_path: Path) -> None:
@@ -574,9 +598,10 @@ def test_json_holds_every_run(run: Any, tmp_path: Path) -> None:
     assert code == 0
     found = json.loads(out)
     assert found["complete"] is True
-    assert (found["model"], found["draft"], found["temperature"]) == ("pair", "small", 0.5)
+    assert (found["model"], found["draft"], found["sampling"]["temperature"]) == ("pair", "small", 0.5)
+    assert (found["sampling"]["top_p"], found["kv"]["storage"]) == (0.9, "int8")
     assert (found["max_tokens"], found["repeats"], found["prompts"], found["planned_runs"]) == (20, 2, 2, 24)
-    assert found["weight_bytes"] == {"target": TARGET_BYTES, "draft": DRAFT_BYTES}
+    assert found["bytes_per_pass"] == {"target": TARGET_BYTES, "draft": DRAFT_BYTES}
     assert found["bandwidth"]["bytes_per_second"] == 400e9
     assert found["bandwidth"]["how"].startswith("adding up an array of 1.1 GB")
     assert found["machine"]["mlx"].startswith("0.")
@@ -763,7 +788,7 @@ def test_tiny_models(
             # The draft is the target.
             assert by_way["K=2"]["acceptance_by_position"] == [1.0, 1.0]
             assert by_way["K=2"]["tokens_per_pass"] > 2
-            assert found["weight_bytes"]["draft"] == found["weight_bytes"]["target"] > 0
+            assert found["bytes_per_pass"]["draft"] == found["bytes_per_pass"]["target"] > 0
         # Greedy: whatever the way, each answer has the same length.
         for prompt in ("line 1", "line 2"):
             assert len({run["completion_tokens"] for run in found["runs"] if run["prompt"] == prompt}) == 1

@@ -151,7 +151,7 @@ def _one_error(result: tuple[int, str, str], code: int, *parts: str) -> None:
 def test_text_goes_to_stdout_and_figures_to_stderr(generate: Any, llms: list[FakeLLM]) -> None:
     code, out, err = generate("Hello")
     assert (code, out) == (0, "Grüße you\n")
-    assert err == ("3 tokens, 1.5 tok/s, 1.50 tokens per target pass, 25% of 4 drafts accepted, "
+    assert err == ("3 tokens, 1.5 tok/s, 1.50 tokens per target pass, 25% of 4 drafts accepted (model), K 2, "
                    "prefill 0.50 s (7 tokens), peak memory 2.0 GB\n")
     assert llms[0].closed
 
@@ -293,6 +293,34 @@ def test_unlimited_and_no_draft(generate: Any, llms: list[FakeLLM]) -> None:
     generate("-n", "unlimited", "-d", "none", "hello")
     assert llms[0].calls[0]["max_tokens"] is None
     assert llms[0].draft_name is None
+
+
+@pytest.mark.parametrize("arguments", [["-k", "0"], ["--drafter", "none"], ["--drafter", "lookup"],
+                                       ["--drafter", "lookup", "-k", "3"]])
+def test_a_draft_that_nothing_uses_is_not_loaded(run: Any, llms: list[FakeLLM], arguments: list[str]) -> None:
+    for model in ("demo", "llama-3.3-70b"):
+        code, _, err = run("generate", "-m", model, *arguments, "x")
+        assert (code, llms[-1].draft_name) == (0, None)
+        assert "not loaded" not in err
+        code, _, err = run("generate", "-m", model, "-d", "other", *arguments, "x")
+        assert (code, llms[-1].draft_name) == (0, None)
+        use = "lookup" if "lookup" in arguments else "plain decoding"
+        assert err.startswith(f"note: other is not loaded: {use} has no use for it\n")
+    assert run("generate", "-m", "demo", "-d", "other", "x")[0] == 0
+    assert llms[-1].draft_name == "other"
+
+
+def test_a_model_of_the_catalogue_that_only_looks_up(
+    run: Any, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_spec import catalog
+
+    entry = replace(catalog.entries()["llama-3.3-70b"], speculation=Speculation(drafter="lookup"))
+    monkeypatch.setattr(catalog, "find", lambda name: entry)
+    run("generate", "-m", "any", "x")
+    assert llms[-1].draft_name is None
+    run("generate", "-m", "any", "--drafter", "hybrid", "x")
+    assert llms[-1].draft_name == "small"
 
 
 def test_max_tokens_of_zero_is_allowed(generate: Any, llms: list[FakeLLM]) -> None:
@@ -516,14 +544,15 @@ def test_the_line_says_what_the_schedule_did() -> None:
         assert whole.endswith(end)
         return whole[len(begin) : len(whole) - len(end)]
 
-    assert line() == "25% of 4 drafts accepted"
+    assert line() == "25% of 4 drafts accepted (model), K 2"
     both = {"lookup": Drafted(1, 3, 1), "model": Drafted(1, 1, 0)}
-    assert line(drafter="hybrid", by_drafter=both) == "25% of 4 drafts accepted (lookup 1 of 3, model 0 of 1)"
+    assert line(drafter="hybrid", by_drafter=both) == "25% of 4 drafts accepted (lookup 1 of 3, model 0 of 1), K 2"
     auto = {"draft_tokens": "auto", "passes_by_draft_tokens": {0: 5, 1: 2, 4: 1}, "target_passes": 2}
-    assert line(**auto) == "25% of 4 drafts accepted, K 0 to 4"
-    assert line(**auto, parked_passes=1) == "25% of 4 drafts accepted, K 0 to 4, 1 of 2 passes parked"
-    assert line(**auto, calibration_seconds=0.756) == "25% of 4 drafts accepted, K 0 to 4, passes measured in 0.76 s"
-    plain = auto | {"drafted": 0, "accepted": 0, "passes_by_draft_tokens": {0: 2}, "parked_passes": 2}
+    assert line(**auto) == "25% of 4 drafts accepted (model), K 0 to 4"
+    assert line(**auto, parked_passes=1) == "25% of 4 drafts accepted (model), K 0 to 4, 1 of 2 passes parked"
+    assert line(**auto, calibration_seconds=0.756) == "25% of 4 drafts accepted (model), K 0 to 4, passes measured in 0.76 s"
+    assert line(drafter="hybrid", by_drafter={"lookup": Drafted(2, 4, 1)}) == "25% of 4 drafts accepted (lookup), K 2"
+    plain = auto | {"drafted": 0, "accepted": 0, "by_drafter": {}, "passes_by_draft_tokens": {0: 2}, "parked_passes": 2}
     assert line(**plain) == "K 0, 2 of 2 passes parked"
 
 
@@ -639,8 +668,8 @@ def test_every_way_to_draft_gives_the_same_greedy_answer(
                 assert answer["draft_tokens"] == (k if k == "auto" else int(k))
                 assert sum(answer["passes_by_draft_tokens"].values()) == answer["target_passes"]
                 assert sum(part["drafted"] for part in answer["by_drafter"].values()) == answer["drafted"]
-                assert (answer["drafted"] > 0) == (expected != "none") or k == "auto"
-                assert answer["calibration_seconds"] >= 0
+                if expected == "none" or k != "auto":
+                    assert (answer["drafted"] > 0) == (expected != "none")
                 assert answer["parked_passes"] <= answer["passes_by_draft_tokens"].get("0", 0)
 
 

@@ -80,6 +80,12 @@ def check(actual: mx.array, expected: np.ndarray) -> None:
     np.testing.assert_allclose(np.array(actual), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_a_pass_reads_of_a_mixture_is_not_known(kind: str) -> None:
+    model: Any = LoadedModel(kind, module_of(kind), None, {}, None)  # type: ignore[arg-type]
+    assert (model.bytes_per_pass is None) == (kind in ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"))
+
+
 # Contexts.
 
 

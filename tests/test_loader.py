@@ -133,6 +133,15 @@ def test_a_directory_is_loaded(tmp_path: Path, shards: int) -> None:
     assert set(dtypes(model)) == {mx.float32}
 
 
+@pytest.mark.parametrize("bits", [None, 4])
+def test_an_embedding_is_read_with_a_pass_only_as_the_output_head(tmp_path: Path, bits: int | None) -> None:
+    tied, untied = (
+        loader.load(write_model(tmp_path / f"{tied}", bits=bits, tie_word_embeddings=tied)) for tied in (True, False)
+    )
+    everything = sum(array.nbytes for _, array in tree_flatten(tied.module.parameters()))
+    assert tied.bytes_per_pass == untied.bytes_per_pass == everything
+
+
 def test_end_tokens_of_every_source_are_united(tmp_path: Path) -> None:
     write_model(tmp_path, eos_token_id=3, text_config={"eos_token_id": [4]})
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 6]})

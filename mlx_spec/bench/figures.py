@@ -7,6 +7,7 @@ fast cancel. What counts tokens and passes is added up over all runs of a way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import exp, log
@@ -49,20 +50,25 @@ class WayFigures:
     """The share accepted where all before it were, for the first drafted token of a pass, the second..."""
     weights_read_per_second: float | None
     """Bytes: the target's weights for each of its passes and the draft's for each token it drafted, by decoding time.
-    Passes in which the draft only catches up are not in it."""
+    Passes in which the draft only catches up are not in it; None for a mixture of experts."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def figures_of(runs: Sequence[Run], target_bytes: int, draft_bytes: int) -> list[WayFigures]:
-    """Figures of each way, in the order of their first runs with plain decoding at the top. Bytes are of weights."""
+def figures_of(runs: Sequence[Run], target_bytes: int | None, draft_bytes: int | None) -> list[WayFigures]:
+    """Figures of each way, in the order of their first runs with plain decoding at the top. Bytes are of weights that
+    a pass reads, None where that is not known. A last turn that was interrupted counts only if there is no other: ways
+    are compared over the same prompts."""
     ways = sorted(dict.fromkeys(run.way for run in runs), key=lambda way: way != PLAIN)
+    turns = Counter((run.prompt, run.repeat) for run in runs)
+    runs = [run for run in runs if turns[run.prompt, run.repeat] == len(ways)] or runs
     plain = {(run.prompt, run.repeat): run for run in runs if run.way == PLAIN}
     return [_figures([run for run in runs if run.way == way], plain, target_bytes, draft_bytes) for way in ways]
 
 
-def _figures(runs: Sequence[Run], plain: dict[tuple[str, int], Run], target_bytes: int, draft_bytes: int) -> WayFigures:
+def _figures(runs: Sequence[Run], plain: dict[tuple[str, int], Run], target_bytes: int | None,
+             draft_bytes: int | None) -> WayFigures:
     all_statistics = [run.statistics for run in runs]
     speeds = [s.tokens_per_second for s in all_statistics if s.tokens_per_second is not None]
     tokens = sum(s.completion_tokens for s in all_statistics)
@@ -70,6 +76,9 @@ def _figures(runs: Sequence[Run], plain: dict[tuple[str, int], Run], target_byte
     drafted = sum(s.drafted for s in all_statistics)
     seconds = sum(s.decode_seconds for s in all_statistics)
     draft_passes = sum(s.by_drafter["model"].drafted for s in all_statistics if "model" in s.by_drafter)
+    read = None
+    if target_bytes is not None and draft_bytes is not None and seconds:
+        read = (target_bytes * passes + draft_bytes * draft_passes) / seconds
     kinds, ratios = _ratios(runs, plain)
     by_kind = {
         kind: _geometric([ratio for prompt, ratio in ratios.items() if kinds[prompt] == kind])
@@ -87,7 +96,7 @@ def _figures(runs: Sequence[Run], plain: dict[tuple[str, int], Run], target_byte
         parked=sum(s.parked_passes for s in all_statistics) / passes if passes else None,
         acceptance_rate=sum(s.accepted for s in all_statistics) / drafted if drafted else None,
         acceptance_by_position=_by_position(s.accepted_by_position for s in all_statistics),
-        weights_read_per_second=(target_bytes * passes + draft_bytes * draft_passes) / seconds if seconds else None,
+        weights_read_per_second=read,
     )
 
 

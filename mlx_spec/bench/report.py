@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_spec.bench.bandwidth import Bandwidth
 from mlx_spec.bench.figures import WayFigures, figures_of
 from mlx_spec.bench.runs import Run
+from mlx_spec.config import KVConfig, Sampling
 
 
 @dataclass
@@ -16,13 +18,14 @@ class Report:
 
     model: str
     draft: str | None
-    temperature: float
+    sampling: Sampling
+    kv: KVConfig
     max_tokens: int
     repeats: int
     prompts: int
     planned_runs: int
-    weight_bytes: tuple[int, int]
-    """Of target and draft."""
+    bytes_per_pass: tuple[int | None, int | None]
+    """Of weights, of target and draft; None where a pass reads some of them only."""
     bandwidth: Bandwidth
     runs: list[Run] = field(default_factory=list)
 
@@ -34,7 +37,10 @@ class Report:
     def heading(self) -> str:
         """What was measured, in a line."""
         pair = self.model if self.draft is None else f"{self.model} with {self.draft}"
-        return f"{pair}, temperature {self.temperature:g}, answers of {self.max_tokens} tokens at most"
+        settings = [f"temperature {self.sampling.temperature:g}"]
+        settings += [f"{name} {value}" for name, value in dataclasses.asdict(self.kv).items()
+                     if value != getattr(KVConfig(), name)]  # fmt: skip
+        return f"{pair}, {', '.join(settings)}, answers of {self.max_tokens} tokens at most"
 
     @property
     def kinds(self) -> list[str]:
@@ -42,7 +48,7 @@ class Report:
         return list(dict.fromkeys(run.kind for run in self.runs))
 
     def figures(self) -> list[WayFigures]:
-        return figures_of(self.runs, *self.weight_bytes)
+        return figures_of(self.runs, *self.bytes_per_pass)
 
     def share_of_bandwidth(self, figures: WayFigures) -> float | None:
         read = figures.weights_read_per_second
@@ -50,18 +56,19 @@ class Report:
 
     def as_dict(self, machine: dict[str, Any]) -> dict[str, Any]:
         """For JSON. machine: what the figures belong to."""
-        target, draft = self.weight_bytes
+        target, draft = self.bytes_per_pass
         return {
             "complete": self.complete,
             "model": self.model,
             "draft": self.draft,
-            "temperature": self.temperature,
+            "sampling": dataclasses.asdict(self.sampling),
+            "kv": dataclasses.asdict(self.kv),
             "max_tokens": self.max_tokens,
             "repeats": self.repeats,
             "prompts": self.prompts,
             "planned_runs": self.planned_runs,
             "machine": machine,
-            "weight_bytes": {"target": target, "draft": draft},
+            "bytes_per_pass": {"target": target, "draft": draft},
             "bandwidth": {
                 "bytes_per_second": self.bandwidth.bytes_per_second,
                 "array_bytes": self.bandwidth.array_bytes,

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+
 from mlx_spec.bench.prompts import WARM_UP, BenchPrompt
 from mlx_spec.config import Sampling, Speculation
 from mlx_spec.errors import MLXSpecError
@@ -20,7 +22,7 @@ from mlx_spec.metrics import Statistics
 if TYPE_CHECKING:
     from mlx_spec.runtime import LLM
 
-PLAIN = "plain"
+PLAIN, AUTO, LOOKUP, HYBRID = "plain", "auto", "lookup", "hybrid"
 _WARM_UP_TOKENS = 16
 """Enough for the runtime to find it worthwhile to measure what passes cost."""
 
@@ -60,11 +62,11 @@ def ways_of(llm: LLM, draft_tokens: Sequence[int]) -> list[Way]:
     def way(name: str, k: int | str, drafter: str) -> Way:
         return Way(name, dataclasses.replace(llm.speculation, draft_tokens=k, drafter=drafter))  # type: ignore[arg-type]
 
-    plain, lookup = way(PLAIN, 0, "none"), way("lookup", "auto", "lookup")
+    plain, lookup = way(PLAIN, 0, "none"), way(LOOKUP, "auto", "lookup")
     if llm.draft_name is None:
         return [plain, lookup]
     fixed = [way(f"K={k}", k, "model") for k in draft_tokens]
-    return [plain, *fixed, way("auto", "auto", "model"), lookup, way("hybrid", "auto", "hybrid")]
+    return [plain, *fixed, way(AUTO, "auto", "model"), lookup, way(HYBRID, "auto", "hybrid")]
 
 
 def check_prompts(llm: LLM, prompts: Sequence[BenchPrompt], max_tokens: int) -> None:
@@ -116,6 +118,7 @@ def measure(
             first = index % len(ways)
             for way in (*ways[first:], *ways[:first]):
                 told(f"{prompt.name}, {way.name}", done, total)
+                mx.synchronize()  # a pass that plain decoding left behind is not for the next way to wait for
                 completion = llm.generate(
                     prompt.text, sampling=seeded, speculation=way.speculation, max_tokens=max_tokens
                 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mlx_spec import console
 from mlx_spec.bench.figures import Spread, WayFigures
 from mlx_spec.bench.report import Report
-from mlx_spec.bench.runs import PLAIN
+from mlx_spec.bench.runs import AUTO, HYBRID, LOOKUP, PLAIN
 
 _POSITIONS = 8
 """Columns of drafted tokens; more do not fit beside one another."""
@@ -82,15 +82,21 @@ def _extent(report: Report) -> str:
 
 
 def _notes(report: Report, figures: Sequence[WayFigures]) -> list[str]:
-    notes = [
+    notes = []
+    if any(way.way == HYBRID for way in figures):
+        notes.append(f"{AUTO}, {LOOKUP} and {HYBRID} choose for each pass how many tokens are drafted, by the draft "
+                     f"model, by lookup, or by whichever is better, as `generate` does by itself.")  # fmt: skip
+    notes += [
         "TOK/S: median over runs. TO PLAIN: geometric mean over prompts, each beside its plain run.",
         "GB/S: weights read while decoding. OF PEAK: the share of the "
         f"{_speed(report.bandwidth.bytes_per_second / 1e9)} GB/s that memory delivers here, "
         f"measured by {report.bandwidth.how}.",
     ]
+    if left_out := len(report.runs) - sum(way.runs for way in figures):
+        notes.append(f"Not in the figures: {left_out} of the prompt at which not every way had its turn.")
     spreads = [way.repeat_spread for way in figures if way.repeat_spread is not None]
     if spreads:
-        notes.append(f"Repeats of one prompt lie up to {max(spreads):.0%} apart (the way that varies most).")
+        notes.append(f"Repeats of one prompt lie {max(spreads):.0%} apart: the median of the way that varies most.")
     return notes
 
 

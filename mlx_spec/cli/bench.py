@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_spec import console
-from mlx_spec.cli.loading import check_models, is_here, kv_config, note_no_draft
+from mlx_spec.cli.loading import check_models, kv_config, load, note_no_draft
 from mlx_spec.cli.options import (
     DraftOption,
     DraftStorageOption,
@@ -32,7 +32,6 @@ from mlx_spec.errors import BadConfig
 if TYPE_CHECKING:
     from mlx_spec.bench.prompts import BenchPrompt
     from mlx_spec.bench.report import Report
-    from mlx_spec.runtime import LLM
 
 _log = logging.getLogger("mlx_spec")
 
@@ -132,7 +131,7 @@ def _measured(
     sampling: dict[str, Any], draft_tokens: list[int], draft_storage: str | None,
 ) -> tuple[Report, BaseException | None]:
     """The report, and what ended it early: hours of measuring are not thrown away for what happened at their end."""
-    llm = _load(model, draft, kv)
+    llm = load(model, draft, kv)
     from mlx_spec.bench.bandwidth import measure_bandwidth
     from mlx_spec.bench.report import Report
     from mlx_spec.bench.runs import check_prompts, measure, warm_up, ways_of
@@ -144,8 +143,8 @@ def _measured(
     ways = ways_of(llm, draft_tokens or [_K])
     report = Report(
         model=_without_folders(llm.name), draft=None if llm.draft_name is None else _without_folders(llm.draft_name),
-        temperature=settings.temperature, max_tokens=max_tokens, repeats=repeats, prompts=len(prompts),
-        planned_runs=repeats * len(prompts) * len(ways), weight_bytes=llm.weight_bytes,
+        sampling=settings, kv=llm.kv, max_tokens=max_tokens, repeats=repeats, prompts=len(prompts),
+        planned_runs=repeats * len(prompts) * len(ways), bytes_per_pass=llm.bytes_per_pass,
         bandwidth=measure_bandwidth(),
     )  # fmt: skip
     try:
@@ -161,14 +160,6 @@ def _measured(
     except (KeyboardInterrupt, Terminated, Exception) as error:
         return report, error
     return report, None
-
-
-def _load(model: str, draft: str | None, kv: KVConfig) -> LLM:
-    names = [model] if draft is None or draft == "none" else [model, draft]
-    with console.loading(model, shown=all(is_here(name) for name in names)):
-        import mlx_spec
-
-        return mlx_spec.load(model, draft=False if draft == "none" else draft, kv=kv)
 
 
 def _without_folders(name: str) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from mlx_spec import console
 from mlx_spec.cli.answer import write_json, write_text
-from mlx_spec.cli.loading import check_models, is_here, kv_config, note_no_draft
+from mlx_spec.cli.loading import check_models, draft_wanted, kv_config, load, note_no_draft
 from mlx_spec.cli.options import (
     UNLIMITED,
     DraftOption,
@@ -29,11 +28,8 @@ from mlx_spec.cli.options import (
 )
 from mlx_spec.cli.outcome import TracebackOption
 from mlx_spec.cli.prompt import check_utf8, read_prompt
-from mlx_spec.config import KVConfig, Sampling, Speculation
+from mlx_spec.config import Sampling, Speculation
 from mlx_spec.errors import BadConfig
-
-if TYPE_CHECKING:
-    from mlx_spec.runtime import LLM
 
 _PROMPT, _DRAFTING, _LENGTH, _CHOICE, _REPETITION, _OUTPUT = (
     "Prompt", "Drafting", "When to stop", "How words are chosen", "Against repetition", "Output")
@@ -152,7 +148,8 @@ def generate(
                         "--drafter lookup.")
 
     with console.notes(shown=not quiet):
-        llm = _load(name, draft, kv, quiet=quiet)
+        draft = draft_wanted(name, draft, ahead)
+        llm = load(name, draft, kv, quiet=quiet)
         if llm.draft_name is None:
             note_no_draft(name, {"--draft-kv": draft_storage})
         question: str | list[dict[str, str]] = text
@@ -197,15 +194,3 @@ def _check_texts(system: str | None, stop: list[str], stop_tokens: list[int]) ->
             raise BadConfig(f"--stop-token is {token}; give token ids of 0 or more (they come with --json).")
 
 
-def _load(model: str, draft: str | None, kv: KVConfig, *, quiet: bool) -> LLM:
-    if quiet:
-        from huggingface_hub.utils import disable_progress_bars
-
-        disable_progress_bars()
-    # A download draws its own bars, which a spinner would garble.
-    names = [model] if draft is None or draft == "none" else [model, draft]
-    shown = not quiet and not console.is_plain(sys.stderr) and all(is_here(name) for name in names)
-    with console.loading(model, shown=shown):
-        import mlx_spec
-
-        return mlx_spec.load(model, draft=False if draft == "none" else draft, kv=kv)

@@ -6,10 +6,14 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlx_spec.config import KVConfig
+from mlx_spec import console
+from mlx_spec.config import KVConfig, Speculation
 from mlx_spec.errors import BadConfig
+
+if TYPE_CHECKING:
+    from mlx_spec.runtime import LLM
 
 _log = logging.getLogger("mlx_spec")
 
@@ -21,6 +25,36 @@ def check_models(model: str | None, draft: str | None) -> str:
     if not model:
         raise BadConfig("no model; give --model demo to try, or another name from `mlx-spec models`.")
     return model
+
+
+def draft_wanted(model: str, draft: str | None, given: Mapping[str, Any]) -> str | None:
+    """The draft to load, none where drafts come from elsewhere or nowhere: that spares its memory.
+
+    given: the options of `Speculation`, which stand before the model's own.
+    """
+    from mlx_spec import catalog
+
+    entry = catalog.find(model)
+    speculation = dataclasses.replace(entry.speculation if entry else Speculation(), **given)
+    if not speculation.plain and speculation.drafter != "lookup":
+        return draft
+    if draft not in (None, "none"):
+        _log.warning(f"{draft} is not loaded: {'plain decoding' if speculation.plain else 'lookup'} has no use for it")
+    return "none"
+
+
+def load(model: str, draft: str | None, kv: KVConfig, *, quiet: bool = False) -> LLM:
+    """Load for generating, with a spinner on a terminal unless `quiet`. draft None is the model's own."""
+    if quiet:
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+    # A download draws its own bars, which a spinner would garble.
+    names = [model] if draft is None or draft == "none" else [model, draft]
+    with console.loading(model, shown=not quiet and all(is_here(name) for name in names)):
+        import mlx_spec
+
+        return mlx_spec.load(model, draft=False if draft == "none" else draft, kv=kv)
 
 
 def kv_config(model: str | None, **given: Any) -> KVConfig:
