@@ -78,7 +78,7 @@ class OurPrompt:
             drafting.model.context = self.draft.fork()
         decoding = Decoding(list(self.prompt), target, drafting, sampling=sampling, seed=0, vocabulary_size=size)
         if drafting is not None:
-            drafters.schedule(drafting, speculation, target, count)
+            drafters.schedule(drafting, speculation, sampling, target, count)
         started = started_quietly()
         rounds = list(decoding.rounds(limit=count, end_tokens=llm.tokenizer.end_tokens))
         elapsed = since(started)

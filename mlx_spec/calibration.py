@@ -18,12 +18,12 @@ from mlx.utils import tree_flatten
 from mlx_spec import measurement, remembered
 from mlx_spec.architectures.paged import PagedContext
 from mlx_spec.calibration_record import Calibration
-from mlx_spec.config import DEFAULT_SINKS, SMALLEST_WINDOW, KVConfig
+from mlx_spec.config import DEFAULT_SINKS, SMALLEST_WINDOW, KVConfig, Sampling
 from mlx_spec.context import Context, LanguageModel, prefill
 from mlx_spec.errors import BadConfig, DoesNotFit
 from mlx_spec.language_models import calibration_tokens, language_models
 from mlx_spec.loader import LoadedModel
-from mlx_spec.measurement import ROOM, Progress
+from mlx_spec.measurement import GREEDY, ROOM, Progress
 from mlx_spec.memory import check_cache_fits, wired_limit
 from mlx_spec.visibility import sinks_of
 
@@ -33,7 +33,8 @@ LENGTHS = (256, 2048, 8192)
 """Tokens of the texts after which `calibrate` measures."""
 _STANDING_FOR_ALL = (*LENGTHS, 32768, 131072)
 _SECTION = "passes"
-_REQUEST_SECONDS = 2.0
+_REQUEST_SECONDS = 4.0
+"""Enough for passes of a 70B over up to 16 rows; a small model takes a fraction of it."""
 _LENGTH_SECONDS = 10.0
 _READ = 64
 """Tokens that are really read before measuring. Passes take as long after positions that hold anything else."""
@@ -94,23 +95,27 @@ class Calibrations:
             parts.append(f"window {kv.window} and {sinks}")
         self._key = "; ".join(parts)
 
-    def key(self, length: int) -> str:
-        """Names no path and no person. Lengths near one another share one, and so do all beyond a window."""
+    def key(self, length: int, sampling: Sampling = GREEDY) -> str:
+        """Names no path and no person. Lengths near one another share one, and so do all beyond a window, and all
+        values of a filter."""
+        measured = measurement.filters_of(sampling)
+        filters = [name for name in ("top_k", "top_p", "min_p") if getattr(measured, name) != getattr(GREEDY, name)]
+        key = "; ".join([self._key, *([f"filtered by {' and '.join(filters)}"] if filters else [])])
         if self._visible is not None and length > self._visible:
-            return f"{self._key}; beyond the window"
+            return f"{key}; beyond the window"
         near = min(_STANDING_FOR_ALL, key=lambda other: max(other / max(1, length), length / other))
-        return f"{self._key}; near {near} tokens"
+        return f"{key}; near {near} tokens"
 
-    def at(self, length: int) -> Calibration | None:
+    def at(self, length: int, sampling: Sampling = GREEDY) -> Calibration | None:
         """What is remembered for contexts of about `length` tokens."""
-        return self._store.get(self.key(length))
+        return self._store.get(self.key(length, sampling))
 
-    def keep(self, calibration: Calibration) -> None:
-        """Remember it in the place of what was known for its length."""
-        self._store.set(self.key(calibration.context_length), calibration)
+    def keep(self, calibration: Calibration, sampling: Sampling = GREEDY) -> None:
+        """Remember it in the place of what was known for its length and `sampling`, with which it was measured."""
+        self._store.set(self.key(calibration.context_length, sampling), calibration)
 
     def for_request(
-        self, target: Context, draft: Context | None, *, measure: bool = True
+        self, target: Context, draft: Context | None, sampling: Sampling = GREEDY, *, measure: bool = True
     ) -> tuple[Calibration | None, float]:
         """For contexts that hold the prompt: what is remembered, else measured now; and the seconds that took.
 
@@ -120,15 +125,15 @@ class Calibrations:
         length, (target_limit, draft_limit) = target.length, self._limits
         if draft_limit is not None and length + ROOM > draft_limit:
             draft = None  # it has not read this text, or is about to end
-        known = self.at(length)
+        known = self.at(length, sampling)
         if known is not None and (draft is None or known.draft_step is not None):
             return known, 0.0
         if not measure or (target_limit is not None and length + ROOM > target_limit):
             return known, 0.0
         started = time.perf_counter()
-        calibration = measurement.measure(target, draft, budget_seconds=_REQUEST_SECONDS)
+        calibration = measurement.measure(target, draft, sampling=sampling, budget_seconds=_REQUEST_SECONDS)
         if not calibration.disturbed:  # else this request makes do with it, and the next one measures again
-            self.keep(calibration)
+            self.keep(calibration, sampling)
         return calibration, time.perf_counter() - started
 
     @property
@@ -146,8 +151,9 @@ def _version() -> str:
 def _identity(model: LoadedModel) -> str:
     parameters = [array for _, array in tree_flatten(model.module.parameters())]
     kinds = "+".join(sorted({str(array.dtype).rpartition(".")[2] for array in parameters}))
+    external = "" if model.module.__class__.__module__.startswith("mlx_spec") else f" of mlx-lm {version('mlx-lm')}"
     kind, layers, width = (model.config.get(name) for name in ("model_type", "num_hidden_layers", "hidden_size"))
-    return f"{kind} {layers} x {width}, {sum(array.nbytes for array in parameters)} bytes {kinds}"
+    return f"{kind}{external} {layers} x {width}, {sum(array.nbytes for array in parameters)} bytes {kinds}"
 
 
 @dataclass(frozen=True)
@@ -163,11 +169,14 @@ def calibrate(
     draft: LoadedModel | None,
     kv: KVConfig,
     *,
+    sampling: Sampling = GREEDY,
     lengths: Sequence[int] = LENGTHS,
     progress: Progress = lambda what: None,
     kept: Store | None = None,
 ) -> Iterator[Calibration | LeftOut]:
     """Measure after texts of several lengths, remembering each result before it is given.
+
+    sampling: as requests will have it; which filters it has is part of what is measured.
 
     Lengths that the target's context, memory or some seconds of reading do not allow are left out; where the draft's
     context is too short, the target is measured alone.
@@ -190,7 +199,7 @@ def calibrate(
         drafting = _draft_context(small, draft, sinks, kv.window)
         if drafting is not None:
             stack.enter_context(closing(drafting))
-        for length in _lengths(lengths, calibrations, target.context_length if kv.window is None else None):
+        for length in _lengths(lengths, target.context_length if kv.window is None else None, calibrations, sampling):
             limit = draft.context_length if draft is not None and kv.window is None else None
             if limit is not None and length + ROOM > limit:
                 drafting = None
@@ -202,13 +211,13 @@ def calibrate(
                     progress(f"{length} tokens: reading")
                     _fill(held, text, length)
                 found = measurement.measure(
-                    context, drafting, budget_seconds=_LENGTH_SECONDS, thorough=True,
+                    context, drafting, sampling=sampling, budget_seconds=_LENGTH_SECONDS, thorough=True,
                     progress=functools.partial(_tell, progress, length),
                 )  # fmt: skip
             except (DoesNotFit, _TooSlow) as error:
                 yield LeftOut(length, str(error).split(";")[0])
                 return
-            calibrations.keep(found)
+            calibrations.keep(found, sampling)
             yield found
 
 
@@ -216,10 +225,14 @@ def _tell(progress: Progress, length: int, what: str) -> None:
     progress(f"{length} tokens: {what}")
 
 
-def _lengths(wanted: Sequence[int], calibrations: Calibrations, limit: int | None) -> list[int]:
-    """Ascending, within the target's context, and only one of those that share a key."""
-    fitting = sorted(length if limit is None else min(length, max(1, limit - ROOM)) for length in wanted)
-    return list({calibrations.key(length): length for length in reversed(fitting)}.values())[::-1]
+def _lengths(
+    wanted: Sequence[int], limit: int | None, calibrations: Calibrations, sampling: Sampling
+) -> list[int]:
+    """Ascending, within the target's context, and only the least of those that share a key."""
+    least: dict[str, int] = {}
+    for length in sorted(length if limit is None else min(length, max(1, limit - ROOM)) for length in wanted):
+        least.setdefault(calibrations.key(length, sampling), length)
+    return list(least.values())
 
 
 def _draft_context(

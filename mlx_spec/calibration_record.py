@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -17,6 +16,7 @@ SLOW_SECONDS = 0.5
 """A pass that takes so long is not warmed up: what is compiled at its first run is little of it."""
 _CLEARLY = 0.95
 _DOUBTFUL = 1.5
+_LONGEST = 1e9
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _whole(value: Any, least: int, most: int) -> int:
 
 
 def _seconds(value: Any, or_none_at_all: bool = False) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < _LONGEST:
         raise ValueError(value)
     if value == 0 and not or_none_at_all:
         raise ValueError(value)

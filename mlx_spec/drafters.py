@@ -75,7 +75,9 @@ class Drafters:
             return None
         return Drafting(model=model, lookup=lookup, verify=_VERIFY[verification])
 
-    def schedule(self, drafting: Drafting, speculation: Speculation, target: Context, limit: int | None) -> float:
+    def schedule(
+        self, drafting: Drafting, speculation: Speculation, sampling: Sampling, target: Context, limit: int | None
+    ) -> float:
         """Give `drafting`, whose prompt has been read, its schedule. limit: tokens of the answer. Returns the seconds
         that measuring took where costs were not known."""
         if speculation.draft_tokens != "auto":
@@ -83,7 +85,7 @@ class Drafters:
             return 0.0
         draft = drafting.model.context if drafting.model is not None else None
         short = limit is not None and limit <= _SHORT_ANSWER
-        calibration, seconds = self._calibrations.for_request(target, draft, measure=not short)
+        calibration, seconds = self._calibrations.for_request(target, draft, sampling, measure=not short)
         if calibration is not None:
             drafters: list[Drafter] = ["lookup"] if drafting.lookup is not None else []
             if drafting.model is not None:

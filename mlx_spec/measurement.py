@@ -32,15 +32,23 @@ _TELLING = (1, 2, 4, 8, 3, 6, 16, 12, 5, 10, 14, 7, 9, 11, 13, 15)
 _CHAIN = 4
 """Passes that follow one another in one sample, at most."""
 _SAMPLES = 5
-_SAMPLING = Sampling(temperature=1.0)
+GREEDY = Sampling()
 _FAILURES = (RuntimeError, MemoryError, MLXSpecError)
 """How a pass ends for which there is no memory."""
+
+
+def filters_of(sampling: Sampling) -> Sampling:
+    """What of it the cost of a pass depends on: its filters, which go over the vocabulary. Greedy decoding has none."""
+    if sampling.temperature == 0:
+        return Sampling(temperature=1.0)
+    return Sampling(temperature=1.0, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
 
 
 def measure(
     target: Context,
     draft: Context | None,
     *,
+    sampling: Sampling = GREEDY,
     rows: Iterable[int] = ROWS,
     budget_seconds: float,
     thorough: bool = False,
@@ -48,16 +56,17 @@ def measure(
 ) -> Calibration:
     """Time passes of contexts that hold a text, and leave the contexts as they were, however this ends.
 
-    rows: of the target's passes. Once `budget_seconds` are used up, what has not been timed is left out, but never
-    what a schedule cannot do without: 1, 2 and 4 rows and the draft's step; if `thorough`, never what lets it go as far
-    as it can either: 8 and 16 rows and the draft's catching up. Passes for which there is no memory are
-    left out too, except the one over a single row. The contexts reach up to `ROOM` positions beyond their text.
+    sampling: see `filters_of`. rows: of the target's passes. Once `budget_seconds` are used up, what has not been
+    timed is left out, but never what a schedule cannot do without: 1, 2 and 4 rows and the draft's step; if `thorough`,
+    never what lets it go as far as it can either: 8 and 16 rows and the draft's catching up. Passes for which there is
+    no memory are left out too, except the one over a single row. The contexts reach up to `ROOM` positions beyond
+    their text.
     Raises ValueError for a context that cannot be rewound.
     """
     if not all(context.can_rewind for context in (target, draft) if context is not None):
         raise ValueError("only a context that can be rewound can be measured")
     watch = _Stopwatch(budget_seconds, progress)
-    passes = _Passes(target)
+    passes = _Passes(target, sampling)
     one = _Trial("1 row", target, lambda: passes.plain(1), 1)
     # A sample of several passes takes no more than a fraction of the budget.
     affordable = budget_seconds / 8
@@ -76,9 +85,10 @@ def measure(
     needed = [passes.verifying(count) for count in wanted if count in least]
     others = [passes.verifying(count) for count in wanted if count not in least]
     if draft is not None:
-        drafting = _Passes(draft)
+        drafting = _Passes(draft, sampling)
         steps = max(2, chained)
-        needed.append(_Trial("draft, synchronised", draft, lambda: drafting.chain(steps, lazily=False), steps))
+        step = _Trial("draft, synchronised", draft, lambda: drafting.chain(steps, lazily=False), steps)
+        needed.append(step)
         if _has_memory_for_chains(draft):
             needed.append(_Trial("draft, lazily", draft, lambda: drafting.chain(steps, lazily=True), steps))
         # Many rows: with few the difference drowns in the noise.
@@ -91,22 +101,23 @@ def measure(
         # A slow pass that took no longer than its rows one by one was not held up by compiling.
         watch.first(trial, trial.rows * seconds if slow else 0.0)
     for trial in others:
+        one_row = seconds if trial.context is target else watch.latest(step)
         # Per row half a pass over one: more than on any machine known, except for the first few rows.
-        if watch.allows(seconds * max(1, trial.rows / 2)):
-            watch.first(trial, trial.rows * seconds if slow else 0.0)
+        if watch.allows(one_row * max(1, trial.rows / 2)):
+            watch.first(trial, trial.rows * one_row if slow else 0.0)
     if thorough and slow:
         for trial in (one, *(trial for trial in needed if trial.rows <= 4)):
             watch.again(trial)  # what disturbs one sample hardly disturbs the other
     watch.repeat()
     times = watch.medians()
-    step, many = times.get("draft, synchronised"), times.get("draft, catching up")
+    one_step, many = times.get("draft, synchronised"), times.get("draft, catching up")
     measured = [(1, times["1 row"]), *((count, times.get(f"{count} rows")) for count in sorted(wanted))]
     return Calibration(
         context_length=target.length,
         target=tuple((count, seconds) for count, seconds in measured if seconds is not None),
-        draft_lazily=times.get("draft, lazily") if step is not None else None,
-        draft_synchronised=step,
-        draft_row=None if many is None or step is None else max(0.0, many - step) / (ROOM - 1),
+        draft_lazily=times.get("draft, lazily") if one_step is not None else None,
+        draft_synchronised=one_step,
+        draft_row=None if many is None or one_step is None else max(0.0, many - one_step) / (ROOM - 1),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
@@ -135,8 +146,9 @@ class _Trial:
 class _Passes:
     """A context's passes as the engine runs them: from token ids to ids on the host."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, sampling: Sampling) -> None:
         self._context, self._columns = context, context.vocabulary_size
+        self._sampling = filters_of(sampling)
         # Spread over the vocabulary: rows of one token would all go to the same experts of a mixture.
         self._tokens = mx.array([(index * 7919 + 13) % self._columns for index in range(ROOM)], mx.int32)
         self._key = mx.random.key(0)
@@ -160,7 +172,8 @@ class _Passes:
         tokens = self._tokens[:rows]
 
         def verify() -> None:
-            target = distribution(self._context.extend(tokens), _SAMPLING, self._columns)  # (rows, vocabulary_size)
+            logits = self._context.extend(tokens)
+            target = distribution(logits, self._sampling, self._columns)  # (rows, vocabulary_size)
             mx.eval(verify_block(target, target[:-1], tokens[1:], self._key))
 
         return _Trial(f"{rows} rows", self._context, verify, 1, rows)
@@ -181,7 +194,7 @@ class _Passes:
         mx.eval(self._next(self._context.extend(self._tokens, rows=1)))
 
     def _next(self, logits: mx.array) -> mx.array:
-        return draw(distribution(logits, _SAMPLING, self._columns), self._key)
+        return draw(distribution(logits, self._sampling, self._columns), self._key)
 
 
 class _Stopwatch:
@@ -224,6 +237,10 @@ class _Stopwatch:
                 raise
             return
         self.note(trial, seconds)
+
+    def latest(self, trial: _Trial) -> float:
+        """Seconds per pass of its last sample; infinite where there is none."""
+        return self._samples.get(trial, [math.inf])[-1]
 
     def again(self, trial: _Trial) -> None:
         """One more sample, whatever the budget."""

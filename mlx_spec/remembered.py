@@ -59,6 +59,8 @@ class Remembered:
         self._file, self._machine = file, machine
         self._lock = threading.Lock()
         self._values: dict[str, dict[str, Any]] | None = None
+        self._unwritten: dict[tuple[str, str], Any] = {}
+        """By section and key: what this process found out and the file does not have, since it cannot be written."""
         self._complained = False
         self._damage: str | None = None
 
@@ -79,17 +81,17 @@ class Remembered:
         with self._lock:
             # Read anew: another process may have added to the file.
             machines = self._read()
-            merged = _of_machine(machines, self._machine)
-            for name, entries in (self._values or {}).items():  # what could not be written is known all the same
-                merged[name] = {**merged.get(name, {}), **entries}
-            self._values = merged
-            values = merged.setdefault(section, {})
-            values[key] = value
-            if value is None:
-                del values[key]
+            self._unwritten[section, key] = value
+            self._values = values = _of_machine(machines, self._machine)
+            for (name, own_key), own in self._unwritten.items():
+                entries = values.setdefault(name, {})
+                entries[own_key] = own
+                if own is None:
+                    del entries[own_key]
             machines.pop(self._machine, None)
             kept = [*machines.items(), (self._machine, self._values)][-_MOST_MACHINES:]
-            self._write({"machines": dict(kept)})
+            if self._write({"machines": dict(kept)}):
+                self._unwritten.clear()
 
     def _read(self) -> dict[str, Any]:
         if self._file is None:
@@ -114,9 +116,10 @@ class Remembered:
         self._damage = self._damage or f"{self._file} {how}"
         return {}
 
-    def _write(self, content: dict[str, Any]) -> None:
+    def _write(self, content: dict[str, Any]) -> bool:
+        """Whether it is kept now."""
         if self._file is None:
-            return
+            return False
         temporary = None
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,16 +128,20 @@ class Remembered:
             with open(number, "w", encoding="utf-8") as stream:
                 json.dump(content, stream, indent=1)
             os.replace(temporary, self._file)
+            temporary = None
+            return True
         except OSError as error:
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
             if not self._complained:
                 self._complained = True
                 _logger.warning(
                     "what was found out about this machine cannot be kept in the folder %s (%s) and will be found out "
                     "again", self._file.parent, error.strerror or error,
                 )  # fmt: skip
+            return False
+        finally:
+            if temporary is not None:  # also after Ctrl-C
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
 
 
 def _of_machine(machines: dict[str, Any], machine: str) -> dict[str, dict[str, Any]]:

@@ -201,7 +201,7 @@ class LLM:
                     decoding.prefill(counted(prefill_progress, (prompt_tokens - 1) * readers))
                 prefilled = time.perf_counter()
                 if drafting is not None and limit != 0:
-                    calibration_seconds = self._drafters.schedule(drafting, speculation, target, limit)
+                    calibration_seconds = self._drafters.schedule(drafting, speculation, sampling, target, limit)
                 decoded_from = time.perf_counter()
                 rounds = decoding.rounds(limit=limit, end_tokens=answer.end_tokens, keep=answer.keep)
                 total = RoundTotals()

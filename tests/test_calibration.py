@@ -17,6 +17,7 @@ import mlx.core as mx
 import pytest
 from directories import write_model
 from mlx.utils import tree_map
+from test_external import module_of
 from test_measurement import GOOD, TOKENS, external
 from tiny import tiny_module
 
@@ -25,7 +26,7 @@ from mlx_spec.architectures.external import ExternalModel
 from mlx_spec.calibration import Calibrations, LeftOut, Store, calibrate
 from mlx_spec.calibration_record import Calibration
 from mlx_spec.cli import main
-from mlx_spec.config import KVConfig
+from mlx_spec.config import KVConfig, Sampling
 from mlx_spec.context import Context, prefill
 from mlx_spec.errors import BadConfig, DoesNotFit
 from mlx_spec.language_models import language_models
@@ -191,8 +192,23 @@ def test_keys(pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyP
         )
     ]  # fmt: skip
     assert len({*keys}) == len(keys)
+    calibrations = Calibrations(large, small, KV)
+    filtered = [Sampling(temperature=0.7, top_k=5), Sampling(temperature=0.7, top_p=0.5),
+                Sampling(temperature=0.7, min_p=0.1), Sampling(temperature=0.7, top_k=5, top_p=0.5)]  # fmt: skip
+    assert len({calibrations.key(256, sampling) for sampling in filtered} - {*keys}) == len(filtered)
+    for alike in (Sampling(temperature=0.7), Sampling(top_k=5), Sampling(temperature=1, presence_penalty=1)):
+        assert calibrations.key(256, alike) == calibrations.key(256)
+    assert calibrations.key(256, filtered[0]) == calibrations.key(256, Sampling(temperature=1, top_k=9, seed=1))
     monkeypatch.setattr(mx, "default_device", lambda: "another")
     assert Calibrations(large, small, KV).key(256) not in keys
+
+
+def test_a_model_of_mlx_lms_goes_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, theirs = ({Calibrations(model, None, KV).key(9) for version in ("1.0", "2.0") if not monkeypatch.setattr(
+        calibration, "version", lambda name, version=version: version if name == "mlx-lm" else "0")}
+        for model in (LoadedModel("own", tiny_module(), None, {}, None),  # type: ignore[arg-type]
+                      LoadedModel("theirs", module_of("phi3"), None, {}, None)))  # type: ignore[arg-type]
+    assert (len(own), len(theirs)) == (1, 2)
 
 
 def test_a_key_names_no_path_and_does_not_depend_on_a_name(pair: tuple[LoadedModel, LoadedModel]) -> None:

@@ -366,10 +366,11 @@ def test_a_target_that_cannot_be_rewound_is_decoded_plainly(
 def test_figures_of_real_answers_in_a_line(make: Make) -> None:
     both = figures(make(2), draft_tokens=3)
     parts = [f"{name} {part.accepted} of {part.drafted}" for name, part in sorted(both.by_drafter.items())]
-    assert f"of {both.drafted} drafts accepted ({', '.join(parts)}), prefill" in console.statistics_line(both)
+    assert f"of {both.drafted} drafts accepted ({', '.join(parts)}), K 0 to 3, prefill" in console.statistics_line(both)
     auto = figures(make(1), drafter="model")
     line = console.statistics_line(auto)
-    assert f"100% of {auto.drafted} drafts accepted, K {min(auto.passes_by_draft_tokens)} to 15, prefill" in line
+    least = min(auto.passes_by_draft_tokens)
+    assert f"100% of {auto.drafted} drafts accepted (model), K {least} to 15, prefill" in line
     parked = figures(make(2, known=DEAR), drafter="model")
     line = console.statistics_line(parked)
     assert f"1.00 tokens per target pass, K 0, {parked.parked_passes} of 60 passes parked, prefill" in line

@@ -705,6 +705,22 @@ def test_a_window_with_hybrid(int8: bool, sinks: int, schedule: str) -> None:
     assert [model.pool.pages_in_use for model in models] == [0, 0]
 
 
+def test_lookup_reads_a_prompt_once_and_no_more_of_it_than_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "_LOOKED_BACK", 50)
+    read: list[int] = []
+    extend = Lookup.extend
+    monkeypatch.setattr(Lookup, "extend", lambda self, tokens: (read.append(len(tokens)), extend(self, tokens))[1])
+    made = Drafting(FixedSchedule(3), lookup=Lookup())
+    tokens = list(range(30)) * 10
+    made.prefill(tokens)
+    assert read == [50]
+    tokens.append(0)
+    plan = made.plan(tokens, 5, 100)
+    assert plan is not None
+    assert plan.found == [1, 2, 3]
+    assert read == [50, 1]
+
+
 def test_lookup_forgets_what_is_long_past(monkeypatch: pytest.MonkeyPatch) -> None:
     """An endless stream takes constant memory; what came lately is found all the same."""
     monkeypatch.setattr(drafting, "_LOOKED_BACK", 50)

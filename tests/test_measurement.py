@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -19,9 +20,10 @@ from mlx_spec.architectures import model_classes
 from mlx_spec.architectures.external import ExternalModel
 from mlx_spec.architectures.paged import PagedModel
 from mlx_spec.calibration_record import ROWS, Calibration
+from mlx_spec.config import Sampling
 from mlx_spec.context import Context, LanguageModel, prefill
 from mlx_spec.errors import DoesNotFit
-from mlx_spec.measurement import ROOM, measure
+from mlx_spec.measurement import ROOM, filters_of, measure
 
 COLUMNS = 32
 
@@ -174,6 +176,31 @@ def test_what_a_request_waits_for(clock: Clock, seconds: float, most: float) -> 
     assert found.draft_step == pytest.approx(seconds / 3)
 
 
+def test_a_request_has_time_for_the_drafts_catching_up_where_the_target_is_slow(clock: Clock) -> None:
+    # As a 70B and a 1B: many rows of the draft take less than one of the target.
+    target, draft = Timed(clock, linear(0.076, 0.011)), Timed(clock, linear(0.0023, 0.00004))
+    found = measure(target, draft, budget_seconds=2)  # type: ignore[arg-type]
+    assert found.draft_row == pytest.approx(0.00004)
+    assert found.costs().most_rows >= 8
+
+
+def test_filters_are_part_of_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Sampling] = []
+    make = measurement.distribution
+
+    def noted(logits: mx.array, sampling: Sampling, columns: int) -> mx.array:
+        used.append(sampling)
+        return make(logits, sampling, columns)
+
+    monkeypatch.setattr(measurement, "distribution", noted)
+    clock = Clock()
+    asked = Sampling(temperature=0.6, top_k=5, top_p=0.9, presence_penalty=1.0, seed=3)
+    measure(Timed(clock, linear(0.1, 0)), Timed(clock, linear(0.1, 0)), sampling=asked, budget_seconds=0)  # type: ignore[arg-type]
+    assert used
+    assert all(sampling == Sampling(temperature=1.0, top_k=5, top_p=0.9) for sampling in used)
+    assert filters_of(replace(asked, temperature=0)) == Sampling(temperature=1.0)
+
+
 def test_lazy_chains_where_they_are_faster(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = mx.eval
     monkeypatch.setattr(mx, "eval", lambda *arrays: (setattr(clock, "now", clock.now + 0.01), evaluate(*arrays)))
@@ -316,6 +343,7 @@ def test_json_keeps_everything() -> None:
       for time in (float("nan"), float("inf"), -1, "0.1", True, [])),
     GOOD | {"draft_synchronised": None}, GOOD | {"draft_synchronised": 0}, GOOD | {"draft_lazily": 0},
     GOOD | {"draft_lazily": None, "draft_synchronised": None}, GOOD | {"draft_row": False},
+    GOOD | {"draft_row": 10**400}, GOOD | {"target": [[1, 10**400]]},
     *(GOOD | {"context_length": length} for length in (None, -1, 2.5, "256", True, 10**30)),
     *(GOOD | {"measured_at": moment} for moment in (None, 5, "", "yesterday")),
 ])  # fmt: skip

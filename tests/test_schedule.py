@@ -15,6 +15,9 @@ from mlx_spec.speculation.schedule import AutoSchedule, FixedSchedule, Offer
 
 MODEL = Offer("model", 15)
 
+# As on a machine where rows cost, but a model that was parked has nothing to read when it comes back.
+EASY_TO_RESUME = replace(TABLES["CPU"], draft_row=0.0)
+
 
 def fail(schedule: AutoSchedule, rounds: int, offer: Offer = MODEL) -> None:
     """Everything that is drafted is rejected."""
@@ -131,7 +134,7 @@ def test_it_goes_over_a_step_that_does_not_pay_by_itself_where_the_next_ones_do(
 
 
 def test_what_fails_is_parked_and_probed_at_growing_intervals() -> None:
-    schedule = Recorded(TABLES["CPU"], 15, drafters=["model"])
+    schedule = Recorded(EASY_TO_RESUME, 15, drafters=["model"])
     fail(schedule, 2000)
     tried = [index for index, (drafted, _) in enumerate(schedule.rounds) if drafted]
     gaps = [later - earlier for earlier, later in pairwise(tried)]
@@ -142,7 +145,7 @@ def test_what_fails_is_parked_and_probed_at_growing_intervals() -> None:
 
 
 def test_it_says_how_many_rounds_are_plain_and_tries_after_them() -> None:
-    schedule = AutoSchedule(TABLES["CPU"], 15, drafters=["model"])
+    schedule = AutoSchedule(EASY_TO_RESUME, 15, drafters=["model"])
     assert schedule.plain_rounds() == 0
     fail(schedule, 30)
     rounds = schedule.plain_rounds()
@@ -169,10 +172,21 @@ def test_without_an_offer_nothing_is_parked() -> None:
 
 
 def test_a_parked_text_that_becomes_easy_is_noticed() -> None:
-    schedule = Recorded(TABLES["CPU"], 15, drafters=["model"])
-    text = uninformed([0.0] * 200 + [0.98] * 300, Random(0))
-    replay(text, schedule, TABLES["CPU"], random=Random(0))
-    assert sum(accepted for _, accepted in schedule.rounds) > 120
+    for costs in (EASY_TO_RESUME, TABLES["8B"], TABLES["70B"]):
+        schedule = Recorded(costs, 15, drafters=["model"])
+        text = uninformed([0.0] * 200 + [0.98] * 300, Random(0))
+        replay(text, schedule, costs, random=Random(0))
+        assert sum(accepted for _, accepted in schedule.rounds) > 120
+
+
+def test_a_model_that_is_dear_to_resume_stays_parked_unless_it_won_before() -> None:
+    costs = replace(TABLES["8B"], draft_row=0.04 * 12)
+    for before, comes_back in ((0.0, False), (0.95, True)):
+        schedule = Recorded(costs, 15, drafters=["model"])
+        text = uninformed([before] * 200 + [0.0] * 200 + [0.95] * 300, Random(0))
+        replay(text, schedule, costs, random=Random(0))
+        drafted_late = sum(drafted for drafted, _ in schedule.rounds[-100:])
+        assert (drafted_late > 50) == comes_back
 
 
 def test_it_does_the_same_again() -> None:

@@ -417,6 +417,32 @@ def test_processes_share_a_file_and_few_machines_stay(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "cache" / "kernels.json").stat().st_mode) == 0o600
 
 
+def test_what_another_process_found_since_is_not_undone(tmp_path: Path) -> None:
+    first, second = memory(tmp_path), memory(tmp_path)
+    first.set("s", "a", "old")
+    assert first.get("s", "b") is None
+    second.set("s", "a", "new")
+    first.set("s", "b", 1)
+    assert [memory(tmp_path).get("s", key) for key in "ab"] == ["new", 1]
+
+
+def test_an_interrupted_write_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = memory(tmp_path)
+    kept.set("s", "a", 1)
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patched:
+        patched.setattr(json, "dump", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            kept.set("s", "b", 2)
+    assert sorted(tmp_path.rglob("*")) == before
+    kept.set("s", "c", 3)
+    assert [memory(tmp_path).get("s", key) for key in "abc"] == [1, 2, 3]
+
+
+def _interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_where_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.setattr(sys, "platform", "linux")

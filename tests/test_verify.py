@@ -185,6 +185,14 @@ def test_the_first_three_tokens_follow_the_target(name: str, k: int, law: Verify
     assert p_value(counts, pair.joint(3)) > ACCEPTABLE
 
 
+@BOTH
+def test_a_draft_that_is_no_number_leaves_the_target_on_its_own(law: Verify) -> None:
+    """As of a model whose 16-bit arithmetic overflows, from its second row on."""
+    pair = _pair("unrelated")
+    pair.q[1:] = np.nan
+    assert p_value(pair.sample(law, Drafts(3), 3, SAMPLES, seed=4), pair.joint(3)) > ACCEPTABLE
+
+
 @pytest.mark.parametrize("name", ["near", "unrelated", "far", "lookup"])
 def test_one_long_block_follows_the_target(name: str) -> None:
     """Six drafts and six tokens: most samples see one or two rounds."""

@@ -21,6 +21,7 @@ from mlx_spec.cli.options import (
     option,
 )
 from mlx_spec.cli.outcome import TracebackOption
+from mlx_spec.config import Sampling
 
 if TYPE_CHECKING:
     from mlx_spec.loader import LoadedModel
@@ -49,7 +50,7 @@ def calibrate(
     name = check_models(model, draft)
     kv = kv_config(name, storage=storage, draft_storage=draft_storage, window=window, sinks=sinks)
     with console.notes(shown=True):
-        target, small = _load(name, draft)
+        target, small, sampling = _load(name, draft)
         if small is None:
             note_no_draft(name, {"--draft-kv": draft_storage})
         from mlx_spec import calibration, remembered
@@ -59,7 +60,7 @@ def calibrate(
         )
         try:
             with _progress() as progress:
-                for result in calibration.calibrate(target, small, kv, progress=progress):
+                for result in calibration.calibrate(target, small, kv, sampling=sampling, progress=progress):
                     if isinstance(result, calibration.LeftOut):
                         report.left_out.append(result)
                     else:
@@ -73,8 +74,9 @@ def calibrate(
                     calibration_view.show(report)
 
 
-def _load(model: str, draft: str | None) -> tuple[LoadedModel, LoadedModel | None]:
-    """Target and draft, or the draft that the catalogue has for the target."""
+def _load(model: str, draft: str | None) -> tuple[LoadedModel, LoadedModel | None, Sampling]:
+    """Target and draft, or the draft that the catalogue has for the target, and how the target is sampled by default.
+    """
     shown = all(is_here(name) for name in (model, draft) if name not in (None, "none"))
     with console.loading(model, shown=shown):
         from mlx_spec import loader
@@ -83,7 +85,8 @@ def _load(model: str, draft: str | None) -> tuple[LoadedModel, LoadedModel | Non
         if draft is None and source.entry is not None:
             draft = source.entry.draft
         draft_source = None if draft in (None, "none") else loader.resolve(draft)  # before the large one is read
-        return loader.load(source), loader.load(draft_source) if draft_source else None
+        sampling = Sampling() if source.entry is None else source.entry.sampling
+        return loader.load(source), loader.load(draft_source) if draft_source else None, sampling
 
 
 @contextlib.contextmanager

@@ -103,4 +103,4 @@ class Choice:
 def _times(value: object) -> dict[str, float]:
     if not isinstance(value, dict):
         return {}
-    return {way: float(time) for way, time in value.items() if isinstance(time, int | float) and time > 0}
+    return {way: float(time) for way, time in value.items() if isinstance(time, int | float) and 0 < time < 1e9}

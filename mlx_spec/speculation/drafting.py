@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_spec.speculation.draft_model import DraftModel, Proposal
-from mlx_spec.speculation.lookup import Lookup, Match
+from mlx_spec.speculation.lookup import Lookup
 from mlx_spec.speculation.schedule import Offer, Schedule
 from mlx_spec.speculation.verify import verify_block
 
@@ -57,6 +57,8 @@ class Drafting:
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:
         """Read the prompt, all but its last token."""
+        if self.lookup is not None:
+            self._look_up_in(tokens, self.lookup)
         if self.model is not None:
             self.model.prefill(tokens, progress)
 
@@ -73,7 +75,7 @@ class Drafting:
         offers: list[Offer] = []
         found: list[int] = []
         if self.lookup is not None:
-            match = self._match(self.lookup, tokens, most)
+            match = self._look_up_in(tokens, self.lookup).find(most)
             if match is not None and (found := _inside(match.tokens, vocabulary_size)):
                 offers.append(Offer("lookup", len(found), match=match.length, seen=match.seen))
         if self.model is not None and (room := min(most, self.model.room(len(tokens)))) > 0:
@@ -84,17 +86,17 @@ class Drafting:
         offer, k = choice
         return Plan(offer, k, found[:k] if offer.drafter == "lookup" else [])
 
-    def _match(self, lookup: Lookup, tokens: Sequence[int], most: int) -> Match | None:
+    def _look_up_in(self, tokens: Sequence[int], lookup: Lookup) -> Lookup:
+        """Lookup that knows all of `tokens`, but for those long ago."""
+        if len(tokens) - self._forgotten > 2 * _LOOKED_BACK:
+            self._forgotten = len(tokens) - _LOOKED_BACK
+            self.lookup = lookup = Lookup()
         try:
             lookup.extend(tokens[self._forgotten + lookup.length :])
-            if lookup.length > 2 * _LOOKED_BACK:
-                self._forgotten = len(tokens) - _LOOKED_BACK
-                self.lookup = lookup = Lookup()
-                lookup.extend(tokens[self._forgotten :])
         except BaseException:  # Ctrl-C, which may have left half a token in it
             self.lookup = Lookup()
             raise
-        return lookup.find(most)
+        return lookup
 
     def propose(
         self, plan: Plan, tokens: Sequence[int], vocabulary_size: int, seen: mx.array | None, key: mx.array

@@ -104,11 +104,16 @@ class AutoSchedule:
 
     A draft model is given room to go on: after each token it is asked for another only where that should gain more
     than it costs at the best rate, given how sure of its tokens it was so far. What cannot win is parked, and probed
-    with one token now and then, to notice when the text changes (`Allowance`).
+    with one token now and then, to notice when the text changes (`Allowance`). A parked draft model has ever more to
+    read before it can draft again. It comes back where that costs no more than a small share of the time spent and a
+    part of what it won before: where reading a token costs more than that share, a model that has won nothing stays
+    parked for good.
     """
 
     # Of two numbers of tokens that are this close, the smaller: it costs less to be wrong with.
     _close = 0.998
+    # What coming back may cost a draft model that failed: of the time spent, and of what it won over plain decoding.
+    _share_for_reading, _share_of_gains = 0.012, 0.5
 
     def __init__(
         self,
@@ -133,6 +138,8 @@ class AutoSchedule:
         }
         self._rate = 1.0  # the best that could be had this round, in tokens for the time of a plain pass
         self._probing: Drafter | None = None
+        self._left = False  # whether the draft model could not win when it was last to be had, and has not won since
+        self._saved_for_reading = 0.0
         self._reached = self._positions.reach(range(self._most))
         self._lag = 0
 
@@ -140,6 +147,8 @@ class AutoSchedule:
         offers = [offer for offer in offers if offer.tokens > 0 and offer.drafter in self._allowances]
         self._lag = next((offer.lag for offer in offers if offer.drafter == "model"), self._lag)
         rates = {offer: self._rates(offer) for offer in offers}
+        self._left |= any(offer.drafter == "model" and max(rates[offer]) <= 1 for offer in offers)
+        offered, offers = bool(offers), [offer for offer in offers if not self._must_wait(offer)]
         best = max(offers, key=lambda offer: max(rates[offer]), default=None)
         highest = max(rates[best]) if best is not None else 0.0
         self._rate = max(1.0, highest)
@@ -151,7 +160,7 @@ class AutoSchedule:
                 self._probing = offer.drafter
                 return offer, 1
         if best is None or highest <= 1:
-            self.parked = best is not None
+            self.parked = offered
             return None
         if best.drafter == "model" and self._stops_early:
             return best, min(self._most, best.tokens)
@@ -174,16 +183,22 @@ class AutoSchedule:
     def observe(self, offer: Offer | None, drafted: int, accepted: int, confidences: Sequence[float]) -> None:
         for allowance in self._allowances.values():
             allowance.save(self._cost(offer, drafted))
+        self._saved_for_reading += self._share_for_reading * self._cost(offer, drafted)
+        if offer is not None and offer.drafter == "model":
+            gain = accepted + 1 - self._cost(offer, drafted)
+            self._saved_for_reading = max(0.0, self._saved_for_reading + self._share_of_gains * gain)
         if self._probing is not None and offer is not None:
             # What it really lost, so that one success lets the next follow: it takes a few to be sure of a drafter.
             cost = self._cost(offer, drafted) + (accepted == drafted) * self._read_later(offer)
             self._allowances[self._probing].spend(cost * self._rate - 1 - accepted, accepted > 0)
         self._probing = None
         if offer is not None and offer.drafter == "model":
+            self._left &= accepted == 0
             self._positions.observe(range(min(drafted, self._most)), accepted)
             self._reached = self._positions.reach(range(self._most))
             self._sureness.observe([_sureness(confidence) for confidence in confidences], accepted)
             self._lag = int(accepted == drafted)
+            self._matches.rest()
             return
         self._positions.rest()
         self._reached = self._positions.reach(range(self._most))
@@ -191,6 +206,8 @@ class AutoSchedule:
         self._lag += accepted + 1
         if offer is not None:
             self._matches.observe(_matches(offer, drafted), accepted)
+        else:
+            self._matches.rest()
 
     def plain_rounds(self) -> int:
         if not self.parked:
@@ -200,6 +217,11 @@ class AutoSchedule:
         if any(max(self._rates(offer)) > 1 for offer in offers):
             return 0
         return min(self._allowances[offer.drafter].rounds(self._loss(offer)) for offer in offers)
+
+    def _must_wait(self, offer: Offer) -> bool:
+        """Whether coming back would cost a draft model more than may be spent on that."""
+        reading = offer.lag * self._costs.catching_up
+        return offer.drafter == "model" and self._left and reading > self._saved_for_reading
 
     def _reach(self, offer: Offer, tokens: int) -> list[float]:
         if offer.drafter == "model":

@@ -53,6 +53,8 @@ def verify_block(target: mx.array, draft: mx.array, tokens: mx.array, key: mx.ar
     walk = mx.cumsum(mx.concatenate([mx.zeros((1,)), mx.log(target_at) - mx.log(draft_at)]))  # (k + 1,)
     weight = mx.exp(walk - mx.cummax(walk))  # (k + 1,), the first is 1
     left = mx.maximum(weight[1:k, None] * target[1:k] - draft[1:], 0).sum(axis=-1)  # (k - 1,)
+    # Before a row of the draft that is no distribution the target is on its own, as `_draw_next` has it: all is left.
+    left = mx.where(mx.isnan(left), weight[1:k], left)
     left = mx.concatenate([left, weight[k:]])  # (k,): nothing is to be subtracted after the last draft
     uniform = mx.random.uniform(shape=(k,), key=accept_key)
     # 0 < 0 where the row after a prefix is the draft's own: then what is drafted next is accepted, and the prefix too.
