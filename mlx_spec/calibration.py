@@ -62,6 +62,8 @@ class Store:
 
     def set(self, key: str, calibration: Calibration) -> None:
         self._memory.set(_SECTION, key, calibration.as_dict())
+        if self._memory.damage is not None:
+            self._tell(self._memory.damage)
 
     def _tell(self, what: str) -> None:
         if not self._told:

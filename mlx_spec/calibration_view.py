@@ -30,8 +30,11 @@ class Report:
     model: str
     draft: str | None
     kv: dict[str, Any]
+    filters: dict[str, float]
+    """Those of sampling that passes were measured with."""
     calibrations: list[Calibration] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
+    complete: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -39,6 +42,8 @@ class Report:
             "model": self.model,
             "draft": self.draft,
             "kv": self.kv,
+            "filters": self.filters,
+            "complete": self.complete,
             "calibrations": [_as_dict(calibration) for calibration in self.calibrations],
             "left_out": [{"context_length": left.context_length, "reason": left.reason} for left in self.left_out],
         }
@@ -88,7 +93,9 @@ def show(report: Report) -> None:
     # One that cannot take tokens back is not measured, as a note says.
     drafts = report.draft is not None and (not measured or _by_model(measured))
     pair = f"{report.model} with {report.draft} as draft" if drafts else report.model
-    console.write(f"{pair} on {report.machine}\n\n")
+    filters = "".join(f", {name} {value:g}" for name, value in report.filters.items())
+    console.write(f"{pair} on {report.machine}{filters}\n")
+    console.write("\n" if report.complete else "INCOMPLETE: longer texts are missing\n\n")
     if measured:
         _show_passes(measured)
         if drafts:

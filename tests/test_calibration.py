@@ -21,7 +21,7 @@ from test_external import module_of
 from test_measurement import GOOD, TOKENS, external
 from tiny import tiny_module
 
-from mlx_spec import calibration, calibration_view, loader, measurement
+from mlx_spec import calibration, calibration_view, catalog, loader, measurement
 from mlx_spec.architectures.external import ExternalModel
 from mlx_spec.calibration import Calibrations, LeftOut, Store, calibrate
 from mlx_spec.calibration_record import Calibration
@@ -512,9 +512,21 @@ def test_json(run: Run, directories: tuple[Path, Path], file: Path) -> None:
     assert first["c"] > 0
     assert [entry["acceptance_rate"] for entry in first["computed"]] == [0.5, 0.6, 0.7, 0.8, 0.9]
     assert all(entry["speedup"] >= 1 for entry in first["computed"])
-    assert report["left_out"] == []
+    assert (report["left_out"], report["complete"], report["filters"]) == ([], True, {})
     assert "storage" not in file.read_text()  # a key is no dump of settings
     assert "in int8" in file.read_text()
+
+
+def test_a_model_of_the_catalogue_is_measured_with_its_filters(
+    run: Run, directories: tuple[Path, Path], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = replace(catalog.entries()["demo"], sampling=Sampling(temperature=0.7, top_k=20, top_p=0.8))
+    source = loader.Source("demo", directories[0], entry)
+    monkeypatch.setattr(loader, "resolve", lambda name: source)
+    _, out, _ = run("-m", "demo", "-d", "none")
+    assert out.splitlines()[0].endswith(", top_k 20, top_p 0.8")
+    assert "INCOMPLETE" not in out
+    assert all("filtered by top_k and top_p" in key for key in json.loads(file.read_text())["machines"]["M1"]["passes"])
 
 
 def test_without_a_draft(run: Run, directories: tuple[Path, Path]) -> None:
@@ -544,7 +556,9 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_figures_are_shown(
 def test_a_broken_file_is_made_anew(run: Run, directories: tuple[Path, Path], file: Path) -> None:
     file.parent.mkdir()
     file.write_text("{")
-    assert run("-m", directories[0])[0] == 0
+    code, _, err = run("-m", directories[0])
+    assert code == 0
+    assert err == f"note: {file} is broken: what passes cost on this machine is measured again\n"
     assert json.loads(file.read_text())["machines"]["M1"]["passes"]
 
 
@@ -557,7 +571,9 @@ def test_control_c_shows_what_was_measured(
     assert (code, err) == (130, "")
     if more:
         assert [entry["context_length"] for entry in json.loads(out)["calibrations"]] == [256]
+        assert json.loads(out)["complete"] is False
     else:
+        assert out.splitlines()[1] == "INCOMPLETE: longer texts are missing"
         assert re.search(r"^ROWS +AT 256 +V$", out, re.M)
     assert len(json.loads(file.read_text())["machines"]["M1"]["passes"]) == 1
 

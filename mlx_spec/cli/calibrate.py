@@ -54,10 +54,13 @@ def calibrate(
         if small is None:
             note_no_draft(name, {"--draft-kv": draft_storage})
         from mlx_spec import calibration, remembered
+        from mlx_spec.measurement import GREEDY, filters_of
 
         report = calibration_view.Report(
-            remembered.machine(), target.name, small.name if small else None, dataclasses.asdict(kv)
-        )
+            remembered.machine(), target.name, small.name if small else None, dataclasses.asdict(kv),
+            {name: value for name, value in dataclasses.asdict(filters_of(sampling)).items()
+             if name in ("top_k", "top_p", "min_p") and value != getattr(GREEDY, name)},
+        )  # fmt: skip
         try:
             with _progress() as progress:
                 for result in calibration.calibrate(target, small, kv, sampling=sampling, progress=progress):
@@ -65,6 +68,7 @@ def calibrate(
                         report.left_out.append(result)
                     else:
                         report.calibrations.append(result)
+            report.complete = True
         finally:
             # Also after Ctrl-C: what was measured until then is remembered, and so shown.
             if report.calibrations or report.left_out:

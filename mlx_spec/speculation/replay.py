@@ -72,8 +72,10 @@ def replay(
     random: Random | None = None,
     lookup: Lookup | None = None,
     most_draft_tokens: int = 15,
+    stops_early: bool = True,
 ) -> Replayed:
-    """Emit the whole trace. A draft model is offered if `costs` has one, lookup if an empty `lookup` is given."""
+    """Emit the whole trace. A draft model is offered if `costs` has one, lookup if an empty `lookup` is given.
+    stops_early: whether the schedule is asked between the steps of the draft model, at no cost."""
     accepts = outcomes(trace, random or Random(0))
     length = len(accepts)
     if lookup is not None:
@@ -92,7 +94,7 @@ def replay(
         if choice is not None:
             offer, most = choice
             if offer.drafter == "model":
-                drafted = 1
+                drafted = 1 if stops_early else most
                 while drafted < most and schedule.proceed(drafted, trace.confidences[position : position + drafted]):
                     drafted += 1
                 confidences = trace.confidences[position : position + drafted]
