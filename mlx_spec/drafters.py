@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from mlx_spec.calibration import Calibrations
@@ -89,15 +90,23 @@ class Drafters:
         if calibration is not None:
             drafters: list[Drafter] = ["lookup"] if drafting.lookup is not None else []
             if drafting.model is not None:
-                drafting.model.lazily = calibration.chains_lazily
+                lazily = calibration.chains_lazily
+                # Cheap now, it may not be so once the draft's cache has grown.
+                drafting.model.lazily = None if lazily and drafting.model.context.chains_cheaply else lazily
                 drafters.append("model")
             # Where waiting for each token costs nothing, the draft can be asked how sure it is.
             drafting.stops_early = not calibration.chains_lazily
-            drafting.schedule = AutoSchedule(
+            drafting.schedule = schedule = AutoSchedule(
                 calibration.costs(), speculation.most_draft_tokens, drafters=drafters,
                 stops_early=drafting.stops_early,
             )  # fmt: skip
+            drafting.grown = functools.partial(self._reprice, schedule, sampling)
         return seconds
+
+    def _reprice(self, schedule: AutoSchedule, sampling: Sampling, length: int) -> None:
+        known = self._calibrations.at(length, sampling)
+        if known is not None:
+            schedule.reprice(known.costs())
 
     def _draft_model(self, sampling: Sampling, sinks: int, vocabulary_size: int) -> DraftModel | None:
         assert self._draft is not None

@@ -18,6 +18,7 @@ from test_external import module_of
 from tiny import tiny_module
 
 from mlx_spec import calibration, console, drafters
+from mlx_spec.architectures.paged import PagedContext
 from mlx_spec.config import KVConfig, Sampling, Speculation
 from mlx_spec.errors import BadConfig
 from mlx_spec.loader import LoadedModel
@@ -25,7 +26,7 @@ from mlx_spec.measurement import Calibration
 from mlx_spec.metrics import Statistics
 from mlx_spec.remembered import Remembered
 from mlx_spec.runtime import LLM
-from mlx_spec.speculation import AutoSchedule, FixedSchedule, verify_block, verify_tokenwise
+from mlx_spec.speculation import AutoSchedule, DraftModel, FixedSchedule, verify_block, verify_tokenwise
 from mlx_spec.tokenizer import Tokenizer
 
 COLUMNS = 272
@@ -37,6 +38,8 @@ CHEAP = Calibration(40, ((1, 0.1), (4, 0.101), (16, 0.102)), 0.0012, 0.001, 0.00
 """Drafts always pay, and waiting for each token costs nothing."""
 DEAR = replace(CHEAP, target=((1, 0.1), (2, 1.0), (16, 9.0)), draft_lazily=0.09, draft_synchronised=0.1)
 """They never do, and steps are chained."""
+LAZY = replace(CHEAP, draft_lazily=0.001, draft_synchronised=0.002)
+"""They pay, and are faster in a chain."""
 Make = Callable[..., LLM]
 
 
@@ -107,6 +110,35 @@ def check_sums(statistics: Statistics) -> None:
         name: {"passes": part.passes, "drafted": part.drafted, "accepted": part.accepted}
         for name, part in drafters.items()
     }
+
+
+# -- as the context grows --------------------------------------------------------------------------------------------
+
+
+def test_costs_follow_the_length_of_the_context(make: Make) -> None:
+    """Cheap at 300 tokens, and dear from about a thousand on, where nothing can be won any more."""
+    llm = make(1, known=None)
+    for length, known in ((256, CHEAP), (2048, DEAR), (8192, DEAR)):
+        llm._drafters._calibrations.keep(replace(known, context_length=length))
+    short = figures(llm, prompt=PROMPT * 8, max_tokens=200, drafter="model")
+    assert short.parked_passes == 0
+    long = figures(llm, prompt=PROMPT * 18, max_tokens=1000, drafter="model")
+    assert long.tokens_per_pass is not None
+    assert long.tokens_per_pass > 1
+    assert long.parked_passes > 100
+
+
+@pytest.mark.parametrize(("cheaply", "known", "expected"), [
+    (True, LAZY, None), (False, LAZY, True), (True, CHEAP, False), (False, CHEAP, False)])  # fmt: skip
+def test_steps_that_are_chained_because_that_is_cheap_are_not_once_it_is_not(
+    make: Make, monkeypatch: pytest.MonkeyPatch, cheaply: bool, known: Calibration, expected: bool | None
+) -> None:
+    monkeypatch.setattr(PagedContext, "chains_cheaply", cheaply)
+    chosen: list[bool | None] = []
+    propose = DraftModel.propose
+    monkeypatch.setattr(DraftModel, "propose", lambda self, *a: (chosen.append(self.lazily), propose(self, *a))[1])
+    figures(make(1, known=known), drafter="model")
+    assert set(chosen) == {expected}
 
 
 # -- who drafts ----------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class DraftModel:
         self._told = False
         self.lazily: bool | None = None
         """Whether a step is built on the one before while that is still in flight; None is where that is cheap, which
-        changes as the cache grows."""
+        changes as the cache grows. Not asked where the draft stops early: then each token is waited for."""
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:
         """Read all of `tokens` but the last, if the draft can go on from there."""

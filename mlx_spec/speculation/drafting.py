@@ -47,6 +47,9 @@ class Drafting:
         self._forgotten = 0  # tokens at the beginning that lookup no longer knows
         self.stops_early = False
         """Whether the schedule is asked after each token of the draft model, which takes a synchronisation."""
+        self.grown: Callable[[int], None] | None = None
+        """Told the number of committed tokens whenever it has doubled: passes cost more then."""
+        self._told_at = 0
 
     @property
     def name(self) -> str:
@@ -70,6 +73,9 @@ class Drafting:
         """What to draft after the committed `tokens`, at most `most`; None for plain decoding. May be asked again for
         the same round once more tokens are known: the last answer counts."""
         schedule = self.schedule
+        if self.grown is not None and len(tokens) >= 2 * self._told_at:
+            self._told_at = len(tokens)
+            self.grown(len(tokens))
         if most <= 0 or schedule is None or schedule.plain_rounds() > 0:
             return None
         offers: list[Offer] = []

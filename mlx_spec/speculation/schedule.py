@@ -143,6 +143,10 @@ class AutoSchedule:
         self._reached = self._positions.reach(range(self._most))
         self._lag = 0
 
+    def reprice(self, costs: Costs) -> None:
+        """Go by other costs from now on, as of a longer context; who may draft and how far stays as it is."""
+        self._costs = costs
+
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int] | None:
         offers = [offer for offer in offers if offer.tokens > 0 and offer.drafter in self._allowances]
         self._lag = next((offer.lag for offer in offers if offer.drafter == "model"), self._lag)
