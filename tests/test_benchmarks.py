@@ -25,7 +25,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def run(tmp_path: Path, script: str, *arguments: str) -> str:
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, str(BENCHMARKS / script), *arguments], capture_output=True, text=True,
                           env=environment, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -98,7 +98,8 @@ def test_a_request_measures_once_per_machine(
     assert (target.length, draft.length) == (100, 100)
     monkeypatch.setattr(measurement, "measure", never)
     assert Calibrations(*pair, KV, store(file)).for_request(target, draft) == (first, 0.0)
-    assert Calibrations(*pair, KV, store(file)).for_request(target, None) == (first, 0.0)
+    alone = replace(first, draft_lazily=None, draft_synchronised=None, draft_row=None)
+    assert Calibrations(*pair, KV, store(file)).for_request(target, None) == (alone, 0.0)
     assert Calibrations(*pair, KV, store(file, "M2")).for_request(target, draft, measure=False) == (None, 0.0)
 
 
@@ -131,6 +132,14 @@ def test_what_cannot_be_the_pass_alone(times: tuple[tuple[int, float], ...], dis
     assert replace(ALONE, target=times).disturbed is disturbed
 
 
+def test_what_the_target_costs_is_known_without_its_draft_too(
+    pair: tuple[LoadedModel, LoadedModel], file: Path
+) -> None:
+    Calibrations(*pair, KV, store(file)).keep(KNOWN)
+    assert Calibrations(pair[0], None, KV, store(file)).at(256) == ALONE
+    assert Calibrations(*pair, KV, store(file)).at(256) == KNOWN
+
+
 def test_a_draft_that_was_not_measured_is_measured(pair: tuple[LoadedModel, LoadedModel], file: Path) -> None:
     calibrations = Calibrations(*pair, KV, store(file))
     calibrations.keep(ALONE)
@@ -155,7 +164,7 @@ def test_nothing_is_measured_where_a_context_is_about_to_end(
     monkeypatch.setattr(measurement, "measure", never)
     assert Calibrations(large, short, KV, store(file)).for_request(target, draft) == (found, 0.0)
     full = replace(large, context_length=100 + ROOM - 1)
-    calibrations = Calibrations(full, None, KV, store(file))
+    calibrations = Calibrations(full, None, KV, store(file, "M2"))
     assert calibrations.for_request(target, None) == (None, 0.0)
     calibrations.keep(ALONE)
     assert calibrations.for_request(target, None) == (ALONE, 0.0)
@@ -539,7 +548,7 @@ def test_without_a_draft(run: Run, directories: tuple[Path, Path]) -> None:
 def test_an_option_of_a_draft_without_one(run: Run, directories: tuple[Path, Path]) -> None:
     code, _, err = run("-m", directories[0], "--draft-kv", "int8")
     assert code == 0
-    assert err == f"note: {directories[0]} has no draft, so --draft-kv does nothing; name one with --draft\n"
+    assert err == "note: no draft model is loaded, so --draft-kv does nothing; name one with --draft\n"
 
 
 def test_a_folder_that_cannot_be_written_is_said_once_and_figures_are_shown(

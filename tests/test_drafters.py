@@ -128,6 +128,35 @@ def test_costs_follow_the_length_of_the_context(make: Make) -> None:
     assert long.parked_passes > 100
 
 
+def test_costs_without_the_draft_are_none_of_a_draft_models(make: Make) -> None:
+    """As measured where its context had ended, or for lookup alone."""
+    llm = make(1, known=None)
+    llm._drafters._calibrations.keep(replace(CHEAP, context_length=256))
+    alone = replace(DEAR, context_length=2048, draft_lazily=None, draft_synchronised=None, draft_row=None)
+    llm._drafters._calibrations.keep(alone)
+    for drafter in ("model", "hybrid"):
+        long = figures(llm, prompt=PROMPT * 18, max_tokens=1000, drafter=drafter)
+        assert long.parked_passes == 0
+    assert figures(llm, prompt=PROMPT * 18, max_tokens=1000, drafter="lookup").parked_passes > 0
+
+
+def test_the_way_to_chain_follows_the_costs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make(1, known=None)
+    monkeypatch.setattr(PagedContext, "chains_cheaply", False)
+    for length, known in ((256, CHEAP), (2048, LAZY)):
+        llm._drafters._calibrations.keep(replace(known, context_length=length))
+    chosen: list[tuple[bool | None, bool]] = []
+    propose = DraftModel.propose
+
+    def noted(self: DraftModel, tokens: Any, k: int, seen: Any, key: Any, proceed: Any = None) -> Any:
+        chosen.append((self.lazily, proceed is not None))
+        return propose(self, tokens, k, seen, key, proceed)
+
+    monkeypatch.setattr(DraftModel, "propose", noted)
+    figures(llm, prompt=PROMPT * 18, max_tokens=1000, drafter="model")
+    assert (chosen[0], chosen[-1]) == ((False, True), (True, False))
+
+
 @pytest.mark.parametrize(("cheaply", "known", "expected"), [
     (True, LAZY, None), (False, LAZY, True), (True, CHEAP, False), (False, CHEAP, False)])  # fmt: skip
 def test_steps_that_are_chained_because_that_is_cheap_are_not_once_it_is_not(
@@ -248,7 +277,8 @@ def test_the_draft_is_run_as_was_measured(
     monkeypatch.setattr(drafters.Drafters, "schedule", spy)
     figures(make(2, known=known), drafter="model")
     figures(make(2, known=known), drafter="model", draft_tokens=2)
-    assert seen == [(early, not early, AutoSchedule), (False, None, FixedSchedule)]
+    # Where a chain was faster and copies nothing yet, it is left to the context.
+    assert seen == [(early, False if early else None, AutoSchedule), (False, None, FixedSchedule)]
 
 
 def test_an_unsure_draft_stops_early(make: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -187,6 +188,26 @@ def test_a_model_that_is_dear_to_resume_stays_parked_unless_it_won_before() -> N
         replay(text, schedule, costs, random=Random(0))
         drafted_late = sum(drafted for drafted, _ in schedule.rounds[-100:])
         assert (drafted_late > 50) == comes_back
+
+
+def test_after_other_costs_probes_have_their_price() -> None:
+    schedule = AutoSchedule(EASY_TO_RESUME, 15, drafters=["model"])
+    fail(schedule, 30)
+    dear = Costs(tuple((rows, seconds * rows) for rows, seconds in EASY_TO_RESUME.target), 0.35 * 6.3)
+    schedule.reprice(dear, stops_early=True)
+    before = schedule.plain_rounds()
+    assert before > 1
+    for _ in range(before):
+        schedule.choose([MODEL])
+        schedule.observe(None, 0, 0, ())
+    assert schedule.choose([MODEL]) == (MODEL, 1)
+
+
+def test_what_no_pass_can_hold_is_never_probed() -> None:
+    schedule = AutoSchedule(EASY_TO_RESUME, 15, drafters=["lookup"])
+    schedule.reprice(Costs(((1, 1.0),), None), stops_early=True)
+    assert schedule.choose([Offer("lookup", 3, match=5)]) is None
+    assert schedule.plain_rounds() == sys.maxsize
 
 
 def test_it_does_the_same_again() -> None:

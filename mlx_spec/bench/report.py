@@ -44,8 +44,8 @@ class Report:
 
     @property
     def kinds(self) -> list[str]:
-        """Those measured, in the order of their prompts."""
-        return list(dict.fromkeys(run.kind for run in self.runs))
+        """Those with figures, in the order of their prompts."""
+        return list(dict.fromkeys(kind for way in self.figures() for kind in way.ratio_to_plain_by_kind))
 
     def figures(self) -> list[WayFigures]:
         return figures_of(self.runs, *self.bytes_per_pass)

@@ -137,7 +137,7 @@ def _measured(
     from mlx_spec.bench.runs import check_prompts, measure, warm_up, ways_of
 
     if llm.draft_name is None:
-        note_no_draft(model, {"--draft-tokens": draft_tokens, "--draft-kv": draft_storage})
+        note_no_draft({"--draft-tokens": draft_tokens, "--draft-kv": draft_storage})
     settings = dataclasses.replace(llm.sampling, **sampling)
     check_prompts(llm, prompts, max_tokens)
     ways = ways_of(llm, draft_tokens or [_K])

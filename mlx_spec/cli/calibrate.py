@@ -52,7 +52,7 @@ def calibrate(
     with console.notes(shown=True):
         target, small, sampling = _load(name, draft)
         if small is None:
-            note_no_draft(name, {"--draft-kv": draft_storage})
+            note_no_draft({"--draft-kv": draft_storage})
         from mlx_spec import calibration, remembered
         from mlx_spec.measurement import GREEDY, filters_of
 

@@ -151,7 +151,7 @@ def generate(
         draft = draft_wanted(name, draft, ahead)
         llm = load(name, draft, kv, quiet=quiet)
         if llm.draft_name is None:
-            note_no_draft(name, {"--draft-kv": draft_storage})
+            note_no_draft({"--draft-kv": draft_storage})
         question: str | list[dict[str, str]] = text
         if system is not None:
             question = [{"role": "system", "content": system}, {"role": "user", "content": text}]
@@ -192,5 +192,3 @@ def _check_texts(system: str | None, stop: list[str], stop_tokens: list[int]) ->
     for token in stop_tokens:
         if token < 0:
             raise BadConfig(f"--stop-token is {token}; give token ids of 0 or more (they come with --json).")
-
-

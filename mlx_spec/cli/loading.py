@@ -71,11 +71,11 @@ def kv_config(model: str | None, **given: Any) -> KVConfig:
     return dataclasses.replace(own, **given)
 
 
-def note_no_draft(model: str, options: Mapping[str, object]) -> None:
-    """Say of each option that was given that it is a draft's, and that `model` has none."""
+def note_no_draft(options: Mapping[str, object]) -> None:
+    """Say of each option that was given that it is a draft's, and that there is none."""
     for name, value in options.items():
         if value:
-            _log.warning(f"{model} has no draft, so {name} does nothing; name one with --draft")
+            _log.warning(f"no draft model is loaded, so {name} does nothing; name one with --draft")
 
 
 def is_here(name: str) -> bool:

@@ -48,8 +48,8 @@ class Drafting:
         self.stops_early = False
         """Whether the schedule is asked after each token of the draft model, which takes a synchronisation."""
         self.grown: Callable[[int], None] | None = None
-        """Told the number of committed tokens whenever it has doubled: passes cost more then."""
-        self._told_at = 0
+        """Told the number of committed tokens whenever it has doubled since the first plan: passes cost more then."""
+        self._grown_at: int | None = None
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class Drafting:
         return "lookup" if self.model is None else "hybrid"
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:
-        """Read the prompt, all but its last token."""
+        """Read the prompt, the draft model all but its last token."""
         if self.lookup is not None:
             self._look_up_in(tokens, self.lookup)
         if self.model is not None:
@@ -73,8 +73,10 @@ class Drafting:
         """What to draft after the committed `tokens`, at most `most`; None for plain decoding. May be asked again for
         the same round once more tokens are known: the last answer counts."""
         schedule = self.schedule
-        if self.grown is not None and len(tokens) >= 2 * self._told_at:
-            self._told_at = len(tokens)
+        if self._grown_at is None:
+            self._grown_at = len(tokens)
+        elif self.grown is not None and len(tokens) >= 2 * self._grown_at:
+            self._grown_at = len(tokens)
             self.grown(len(tokens))
         if most <= 0 or schedule is None or schedule.plain_rounds() > 0:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 
 class Allowance:
@@ -22,6 +23,10 @@ class Allowance:
         self._saved = self._first_probes * price
         self._share = self._most_share
 
+    def reprice(self, price: float) -> None:
+        """Probes have another price from now on."""
+        self._most = self._saved_probes * price
+
     def save(self, cost: float) -> None:
         """A round was run at that cost."""
         self._saved = min(self._most, self._saved + self._share * cost)
@@ -37,4 +42,6 @@ class Allowance:
 
     def rounds(self, loss: float) -> int:
         """How many plain rounds, of cost 1 each, it takes until such a probe can be afforded."""
+        if math.isinf(loss):
+            return sys.maxsize
         return max(0, math.ceil((loss - self._saved) / self._share))

@@ -42,7 +42,8 @@ class Schedule(Protocol):
 
     @property
     def parked(self) -> bool:
-        """Whether the latest round was left plain because speculation could not win."""
+        """Whether the latest round was left plain because speculation could not win, or only by what was not to be
+        spent on it."""
 
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int] | None:
         """The offer to take and how many tokens to draft at most, 1 to `offer.tokens`; None for a plain round. May be
@@ -138,14 +139,16 @@ class AutoSchedule:
         }
         self._rate = 1.0  # the best that could be had this round, in tokens for the time of a plain pass
         self._probing: Drafter | None = None
-        self._left = False  # whether the draft model could not win when it was last to be had, and has not won since
+        self._left = False  # whether the draft model could not win at some time, and none of its tokens won since
         self._saved_for_reading = 0.0
         self._reached = self._positions.reach(range(self._most))
         self._lag = 0
 
-    def reprice(self, costs: Costs) -> None:
+    def reprice(self, costs: Costs, *, stops_early: bool) -> None:
         """Go by other costs from now on, as of a longer context; who may draft and how far stays as it is."""
-        self._costs = costs
+        self._costs, self._stops_early = costs, stops_early
+        for drafter, allowance in self._allowances.items():
+            allowance.reprice(self._cost(Offer(drafter, 1), 1) - 1)
 
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int] | None:
         offers = [offer for offer in offers if offer.tokens > 0 and offer.drafter in self._allowances]
