@@ -152,7 +152,7 @@ class Answer:
     """The text of an answer, and where it ends."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], end_tokens: frozenset[int]) -> None:
-        self._stream, self._scanner = tokenizer.stream(), StopScanner(stop)
+        self._stream, self._scanner = TextStream(tokenizer), StopScanner(stop)
         self.end_tokens = end_tokens
         self._ready = ""
         self.stopped = False

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_spec.errors import BadConfig
-from mlx_spec.text_stream import TextStream
 
 _log = logging.getLogger("mlx_spec")
 
@@ -110,10 +109,6 @@ class Tokenizer:
         """Text of one token inside a text: its leading space kept, special tokens by name."""
         anchor = self._encode_plain("a")[-1:]
         return self._decode_all([*anchor, int(token)])[len(self._decode_all(anchor)) :]
-
-    def stream(self) -> TextStream:
-        """A fresh incremental decoder."""
-        return TextStream(self)
 
     def _encode_plain(self, text: str) -> list[int]:
         return list(self._wrapper.encode(text, add_special_tokens=False))

@@ -101,7 +101,7 @@ def test_stream_equals_decode(name: str, data: st.DataObject) -> None:
     # Few distinct tokens make long runs of the same awkward ones.
     few = data.draw(st.lists(any_token, min_size=1, max_size=5))
     tokens = data.draw(st.lists(st.one_of(any_token, st.sampled_from(few)), max_size=120))
-    text = "".join(_pieces(tokenizer.stream(), tokens))
+    text = "".join(_pieces(TextStream(tokenizer), tokens))
     assert text == _expected(tokenizer, tokens)
     if "\ufffd" not in text:
         assert text == tokenizer.decode(tokens)
@@ -113,7 +113,7 @@ def test_stream_equals_decode(name: str, data: st.DataObject) -> None:
 def test_stream_never_cuts_a_character(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     text = text.replace("\ufffd", "")
-    pieces = _pieces(tokenizer.stream(), tokenizer._encode_plain(text))
+    pieces = _pieces(TextStream(tokenizer), tokenizer._encode_plain(text))
     expected = tokenizer.decode(tokenizer._encode_plain(text))
     assert "".join(pieces) == expected
     if "\ufffd" not in expected:
@@ -144,13 +144,13 @@ def test_stream_costs_the_same_at_any_length(name: str, kind: str, monkeypatch: 
         return original(self, some)
 
     monkeypatch.setattr(Tokenizer, "decode", counting)
-    assert "".join(_pieces(tokenizer.stream(), tokens)) == expected
+    assert "".join(_pieces(TextStream(tokenizer), tokens)) == expected
     assert decoded <= 25 * len(tokens)
 
 
 def test_stream_gives_words_as_they_come() -> None:
     tokenizer = TOKENIZERS["byte level"]
-    stream = tokenizer.stream()
+    stream = TextStream(tokenizer)
     assert [stream.add(token) for token in tokenizer.encode(" the")] == [" the"]
     smile = [stream.add(token) for token in tokenizer.encode("b😀b")]
     assert smile == ["b", "", "", "😀", "b"]
@@ -160,7 +160,7 @@ def test_stream_gives_words_as_they_come() -> None:
 def test_stream_gives_the_characters_of_byte_tokens_as_they_come(fused: bool) -> None:
     tokenizer = sentencepiece(fused=fused)
     vocabulary = tokenizer.vocabulary()
-    stream = tokenizer.stream()
+    stream = TextStream(tokenizer)
     values = ["▁a", 0x0A, 0x0A, *"é".encode(), *"😀".encode(), 0xE4, 0x0A, 0xFF, 0x0A, "b"]
     tokens = [vocabulary[value if isinstance(value, str) else f"<0x{value:02X}>"] for value in values]
     given = ["a", "\n", "\n", "", "é", "", "", "", "😀", "", "\ufffd\n", "\ufffd", "\n", "b"]
@@ -173,7 +173,7 @@ def test_strings_like_byte_tokens_may_be_no_bytes() -> None:
     backend.decoder = decoders.ByteLevel()
     tokenizer = _wrap(backend)
     tokens = [tokenizer.vocabulary()[string] for string in ("<0xE4>", "<0x41>", "a")]
-    assert _pieces(tokenizer.stream(), tokens) == ["<0xE4>", "<0x41>", "a", ""]
+    assert _pieces(TextStream(tokenizer), tokens) == ["<0xE4>", "<0x41>", "a", ""]
 
 
 def _naive(text: str, stop: list[str]) -> tuple[str, bool]:
