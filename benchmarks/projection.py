@@ -2,12 +2,14 @@
 
     python benchmarks/projection.py --record -m TARGET -d DRAFT [--tokens-of FILE]   # traces of a pair's own tokens
     python benchmarks/projection.py [--traces FILE] [--output FILE]                  # the projection, without models
+    python benchmarks/projection.py --costs FILE                        # under costs of `mlx-spec calibrate --json`
 
 **Nothing here was measured on the machine that it speaks of.** A trace says, at every position of an answer that the
 target gave, how likely a draft would be accepted there: by rejection sampling sum(min(p, q)), by mlx-lm's test for
 equality sum(p * q). Policies are replayed over the traces under a published table of what a target pass over M rows
 costs; the draft's cost is an assumption that the output names. Acceptance of a 70B with a 1B may differ from that of
-the recorded pair; the host's time, sampling and everything else that the table leaves out is not in it.
+the recorded pair; the host's time, sampling and everything else that the table leaves out is not in it. The limit is
+what a schedule would gain that knew beforehand which drafts are accepted.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from mlx_spec.loader import load
 from mlx_spec.sampling import distribution
 from mlx_spec.speculation import AutoSchedule, FixedSchedule, Lookup, Schedule
 from mlx_spec.speculation.costs import Costs
-from mlx_spec.speculation.replay import Trace, replay
+from mlx_spec.speculation.replay import Trace, copied_runs, least_cost, outcomes, replay
 
 CHUNK = 32
 DRAFT_COST = 0.03
@@ -104,11 +106,33 @@ def speedup(
     return exp(sum(logs) / len(logs))
 
 
+def limit(traces: Sequence[dict[str, Any]], costs: Costs) -> float:
+    """Over plain decoding, of a schedule that knows all outcomes of both drafters: the geometric mean over traces."""
+    logs = []
+    for trace in traces:
+        text = Trace(trace["overlap"], trace["confidences"], trace["tokens"], trace["prompt"])
+        copied = copied_runs(text, Lookup())
+        least = [least_cost(outcomes(text, Random(draw)), costs, copied=copied) for draw in range(DRAWS)]
+        logs.append(log(DRAWS * len(text.tokens) / sum(least)))
+    return exp(sum(logs) / len(logs))
+
+
+def measured(file: Path) -> dict[str, Costs]:
+    """The costs of the shortest text in what `mlx-spec calibrate --json` wrote."""
+    document = json.loads(file.read_text())
+    first = document["calibrations"][0]
+    target = tuple((entry["rows"], entry["seconds"]) for entry in first["target"])
+    step = first["draft_lazily"] if first["chains_lazily"] else first["draft_synchronised"]
+    pair = f"{Path(document['model']).name} with {Path(document['draft']).name}"
+    name = f"{pair}, measured after {first['context_length']} tokens on {document['machine']}"
+    return {name: Costs(target, step, first["draft_row"])}
+
+
 def project(options: argparse.Namespace) -> None:
     document = json.loads(options.traces.read_text())
     pair = "{target} with {draft}".format(**document["pair"])
     projections = []
-    for table, costs in TABLES.items():
+    for table, costs in (TABLES if options.costs is None else measured(options.costs)).items():
         print(f"PROJECTION, not a measurement\n  costs: {table}\n  acceptance: recorded from {pair}")
 
         def ours(stops_early: bool = True, costs: Costs = costs) -> Schedule:
@@ -129,11 +153,20 @@ def project(options: argparse.Namespace) -> None:
                     traces, "overlap", costs, lambda: ours(False), lookup=True, stops_early=False),
                 "K auto, hybrid": speedup(traces, "overlap", costs, ours, lookup=True),
             }
+            figures["limit of every schedule, hybrid"] = limit(traces, costs)
             figures["K auto, hybrid, against mlx-lm's policy at its best K"] = figures["K auto, hybrid"] / theirs[best]
             print(f"  temperature {temperature:g}, against plain decoding (geometric mean of {len(traces)} prompts)")
             for name, value in figures.items():
                 print(f"    {name:58} {value:.2f}")
-            projections.append({"costs": table, "temperature": temperature, "projected": figures})
+            by_kind = {}
+            for kind in dict.fromkeys(trace["kind"] for trace in traces):
+                of_kind = [trace for trace in traces if trace["kind"] == kind]
+                auto = speedup(of_kind, "overlap", costs, ours, lookup=True)
+                by_kind[kind] = {"K auto, hybrid": auto, "limit": limit(of_kind, costs)}
+                print(f"      {kind:56} {auto:.2f} of at most {by_kind[kind]['limit']:.2f}")
+            projections.append(
+                {"costs": table, "temperature": temperature, "projected": figures, "by kind": by_kind}
+            )
     save("projection", {"about": "a projection, not a measurement", "pair": document["pair"],
                         "projections": projections}, options.output)  # fmt: skip
 
@@ -145,6 +178,7 @@ def main() -> None:
     parser.add_argument("-d", "--draft", type=Path)
     parser.add_argument("--tokens-of", type=Path, default=RESULTS / "versus_mlx_lm.json", help="of versus_mlx_lm.py")
     parser.add_argument("--traces", type=Path, default=RESULTS / "traces.json")
+    parser.add_argument("--costs", type=Path, help="written by `mlx-spec calibrate --json`")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.record:

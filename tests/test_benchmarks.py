@@ -56,7 +56,9 @@ def test_speed_against_mlx_lm_and_what_a_projection_makes_of_it(tmp_path: Path, 
         assert all(equal <= overlap + 1e-6 for equal, overlap in zip(trace["equal"], trace["overlap"], strict=True))
     projections = json.loads(projected.read_text())["projections"]
     assert [entry["temperature"] for entry in projections] == [0, 1]
-    assert all(value > 0 for entry in projections for value in entry["projected"].values())
+    for entry in projections:
+        assert all(value > 0 for value in entry["projected"].values())
+        assert entry["projected"]["limit of every schedule, hybrid"] >= entry["projected"]["K auto, hybrid"]
 
 
 def test_ways_to_verify(tmp_path: Path, pair: list[str]) -> None:

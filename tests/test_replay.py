@@ -13,7 +13,7 @@ from traces import CLIFF, TABLES, Recorded, copying, trace, uninformed
 
 from mlx_spec.speculation.costs import Costs
 from mlx_spec.speculation.lookup import Lookup
-from mlx_spec.speculation.replay import Trace, least_cost, outcomes, replay
+from mlx_spec.speculation.replay import Trace, copied_runs, least_cost, outcomes, replay
 from mlx_spec.speculation.schedule import AutoSchedule, FixedSchedule, Schedule
 
 STEADY = ["steady 0.5", "steady 0.6", "steady 0.7", "steady 0.8", "steady 0.9", "steady 0.97"]
@@ -97,6 +97,24 @@ def test_no_schedule_is_better_than_knowing_all_outcomes_beforehand() -> None:
         text = trace("quick", 500)
         bound = 500 / least_cost(outcomes(text, Random(0)), costs)
         assert max(speedup(text, automatic(costs), costs), best_fixed(text, costs)) < bound
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_nothing_is_faster_than_who_knows_all_of_both_drafters(table: str) -> None:
+    costs, text = TABLES[table], copying(500, 0.8, Random(0))
+    copied = copied_runs(text, Lookup())
+    accepts = outcomes(text, Random(0))
+    bound = 500 / least_cost(accepts, costs, copied=copied)
+    assert speedup(text, automatic(costs), costs, lookup=True) < bound
+    assert 500 / least_cost(accepts, costs) < bound
+    assert 500 / least_cost(accepts, replace(costs, draft_step=None), copied=copied) < bound
+
+
+def test_what_lookup_would_have_had_accepted() -> None:
+    text = Trace([0.0] * 5, [0.5] * 5, tokens=[2, 3, 9, 2, 3], prompt=[1, 2, 3, 4, 1])
+    # A match has two tokens at least: after 1 and 2 comes 3 and then not 4, and after 2 and 3 not 4 again.
+    assert copied_runs(text, Lookup()) == [0, 1, 0, 0, 0]
+    assert least_cost([False] * 5, Costs(((1, 1.0), (16, 1.0)), None), copied=[0, 1, 0, 0, 0]) == 4
 
 
 @pytest.mark.parametrize("stops_early", [True, False], ids=["stopping", "final"])

@@ -122,18 +122,39 @@ def replay(
     return Replayed(position, passes, cost, drafted_in_all, accepted_in_all, parked)
 
 
-def least_cost(accepts: Sequence[bool], costs: Costs, most_draft_tokens: int = 15) -> float:
-    """What the trace would cost a draft model whose schedule knew every outcome beforehand: no schedule is cheaper."""
+def least_cost(
+    accepts: Sequence[bool], costs: Costs, most_draft_tokens: int = 15, *, copied: Sequence[int] | None = None
+) -> float:
+    """What the trace would cost a schedule that knew every outcome beforehand: no schedule is cheaper.
+
+    copied: of lookup, how many tokens it would have had accepted at each position (`copied_runs`); a draft model
+    drafts beside it if `costs` has one.
+    """
     length = len(accepts)
     least = [0.0] * (length + 1)
     for position in reversed(range(length)):
-        run = _run(accepts[position : min(position + most_draft_tokens, length - 1)])
+        most = min(most_draft_tokens, length - position - 1, costs.most_rows - 1)
         # More tokens than are accepted only cost; fewer may be cheaper than all.
+        modelled = _run(accepts[position : position + most]) if costs.draft_step is not None else 0
+        looked_up = min(copied[position], most) if copied is not None else 0
+        rounds = [(drafted, drafted * costs.draft if drafted else 0.0) for drafted in range(modelled + 1)]
+        rounds += [(drafted, 0.0) for drafted in range(1, looked_up + 1)]
         least[position] = min(
-            costs.verify(drafted + 1) + (drafted * costs.draft if drafted else 0) + least[position + drafted + 1]
-            for drafted in range(min(run, costs.most_rows - 1) + 1)
+            costs.verify(drafted + 1) + drafting + least[position + drafted + 1] for drafted, drafting in rounds
         )
     return least[0]
+
+
+def copied_runs(trace: Trace, lookup: Lookup, most_draft_tokens: int = 15) -> list[int]:
+    """How many tokens lookup, given empty, would have had accepted at each position of the trace."""
+    lookup.extend(trace.prompt)
+    runs = []
+    for position, token in enumerate(trace.tokens):
+        match = lookup.find(most_draft_tokens)
+        found = match.tokens if match is not None else []
+        runs.append(_run([a == b for a, b in zip(found, trace.tokens[position:], strict=False)]))
+        lookup.extend([token])
+    return runs
 
 
 def _run(accepts: Sequence[bool]) -> int:
