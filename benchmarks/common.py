@@ -43,8 +43,13 @@ def save(name: str, results: dict[str, Any], where: Path | None) -> None:
     path = where or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     command = f"python benchmarks/{Path(sys.argv[0]).name}"
-    # Models are named by their directories; where those are on this machine is nobody's concern.
-    arguments = [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv[1:]]
+    # Models are named by their directories; where those are on this machine, and where this goes, is nobody's concern.
+    given = sys.argv[1:]
+    arguments = [
+        Path(argument).name if Path(argument).is_absolute() else argument
+        for before, argument in zip(["", *given], given, strict=False)
+        if "--output" not in (before, argument)
+    ]
     document = {"command": " ".join([command, *arguments]), "machine": machine(), **results}
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"written: {path.name}", file=sys.stderr)
