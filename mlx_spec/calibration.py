@@ -33,8 +33,8 @@ LENGTHS = (256, 2048, 8192)
 """Tokens of the texts after which `calibrate` measures."""
 _STANDING_FOR_ALL = (*LENGTHS, 32768, 131072)
 _SECTION = "passes"
-_REQUEST_SECONDS = 4.0
-"""Enough for passes of a 70B over up to 16 rows; a small model takes a fraction of it."""
+_REQUEST_SECONDS = 2.0
+"""Enough for passes of a 70B on a Mac over up to 8 rows; a model that is fast there takes a fraction of it."""
 _LENGTH_SECONDS = 10.0
 _READ = 64
 """Tokens that are really read before measuring. Passes take as long after positions that hold anything else."""
