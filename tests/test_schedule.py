@@ -11,7 +11,7 @@ import pytest
 from traces import TABLES, Recorded, trace, uninformed
 
 from mlx_spec.speculation.costs import Costs
-from mlx_spec.speculation.replay import replay
+from mlx_spec.speculation.replay import Trace, replay
 from mlx_spec.speculation.schedule import AutoSchedule, FixedSchedule, Offer
 
 MODEL = Offer("model", 15)
@@ -178,6 +178,15 @@ def test_a_parked_text_that_becomes_easy_is_noticed() -> None:
         text = uninformed([0.0] * 200 + [0.98] * 300, Random(0))
         replay(text, schedule, costs, random=Random(0))
         assert sum(accepted for _, accepted in schedule.rounds) > 120
+
+
+def test_a_first_success_is_followed_up_though_reading_is_dear() -> None:
+    """On a CPU a model looks hopeless until a few of its tokens were accepted."""
+    # Qwen2.5-Coder 1.5B with 0.5B in bfloat16, measured.
+    costs = Costs(((1, 1.188), (2, 1.725), (4, 2.787), (8, 4.912), (16, 9.25)), 0.4403, 0.1361)
+    schedule = Recorded(costs, 15, drafters=["model"])
+    replay(Trace([1.0] * 40, [0.95] * 40), schedule, costs)
+    assert all(drafted for drafted, _ in schedule.rounds[:-1])
 
 
 def test_a_model_that_is_dear_to_resume_stays_parked_unless_it_won_before() -> None:

@@ -226,8 +226,9 @@ class AutoSchedule:
         return min(self._allowances[offer.drafter].rounds(self._loss(offer)) for offer in offers)
 
     def _must_wait(self, offer: Offer) -> bool:
-        """Whether coming back would cost a draft model more than may be spent on that."""
-        reading = offer.lag * self._costs.catching_up
+        """Whether coming back would cost a draft model more than may be spent on that. One token is what a round that
+        was accepted whole leaves: who goes on has that to read too."""
+        reading = (offer.lag - 1) * self._costs.catching_up
         return offer.drafter == "model" and self._left and reading > self._saved_for_reading
 
     def _reach(self, offer: Offer, tokens: int) -> list[float]:
