@@ -99,8 +99,7 @@ class Calibrations:
     def key(self, length: int, sampling: Sampling = GREEDY, *, drafting: bool = True) -> str:
         """Names no path and no person. Lengths near one another share one, and so do all beyond a window, and all
         values of a filter. drafting: whether the draft's passes are part of it."""
-        measured = measurement.filters_of(sampling)
-        filters = [name for name in ("top_k", "top_p", "min_p") if getattr(measured, name) != getattr(GREEDY, name)]
+        filters = measurement.active_filters(sampling)
         parts = self._parts + (self._draft if drafting else [])
         key = "; ".join(parts + ([f"filtered by {' and '.join(filters)}"] if filters else []))
         if self._visible is not None and length > self._visible:

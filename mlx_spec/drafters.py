@@ -100,8 +100,8 @@ class Drafters:
 
     def _reprice(self, drafting: Drafting, schedule: AutoSchedule, sampling: Sampling, length: int) -> None:
         known = self._calibrations.at(length, sampling, drafting=drafting.model is not None)
-        if known is not None and known.costs().most_rows > 1:
-            schedule.reprice(known.costs(), stops_early=_chained_as(drafting, known))
+        if known is not None and (costs := known.costs()).most_rows > 1:
+            schedule.reprice(costs, stops_early=_chained_as(drafting, known))
 
     def _draft_model(self, sampling: Sampling, sinks: int, vocabulary_size: int) -> DraftModel | None:
         assert self._draft is not None

@@ -44,6 +44,13 @@ def filters_of(sampling: Sampling) -> Sampling:
     return Sampling(temperature=1.0, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
 
 
+def active_filters(sampling: Sampling) -> dict[str, float]:
+    """Those of `filters_of` that leave tokens out, by their names."""
+    measured = filters_of(sampling)
+    values = {name: getattr(measured, name) for name in ("top_k", "top_p", "min_p")}
+    return {name: value for name, value in values.items() if value != getattr(GREEDY, name)}
+
+
 def measure(
     target: Context,
     draft: Context | None,

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from directories import write_model
 
@@ -230,6 +231,15 @@ def test_ways_with_and_without_a_draft() -> None:
     }  # fmt: skip
     alone: Any = FakeLLM("alone", None)
     assert [way.name for way in ways_of(alone, [3])] == ["plain", "lookup"]
+
+
+def test_no_way_waits_for_what_another_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, steps = FakeLLM("pair", None), []
+    generate = llm.generate
+    monkeypatch.setattr(mx, "synchronize", lambda: steps.append("waited"))
+    monkeypatch.setattr(llm, "generate", lambda *a, **k: (steps.append("generated"), generate(*a, **k))[1])
+    runs = measured(llm)
+    assert steps == ["waited", "generated"] * len(runs)
 
 
 def test_all_ways_take_turns_in_changing_order() -> None:
@@ -453,6 +463,12 @@ def test_an_incomplete_report_says_so(capsys: pytest.CaptureFixture[str]) -> Non
     report = report_of(llm, measured(llm)[:1], planned=15)
     assert "INCOMPLETE: 1 of 15 runs (3 prompts)" in shown(capsys, report)
     assert report.as_dict({})["complete"] is False
+    assert "Not in the figures" not in shown(capsys, report)
+    runs = measured(llm)
+    turn = len(runs) // 3
+    for more, said in ((1, "1 run of"), (2, "2 runs of")):
+        text = " ".join(shown(capsys, report_of(llm, runs[: turn + more], planned=15)).split())
+        assert f"Not in the figures: {said} the prompt at which not every way had its turn." in text
 
 
 class _Terminal(io.StringIO):

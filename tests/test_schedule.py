@@ -16,9 +16,6 @@ from mlx_spec.speculation.schedule import AutoSchedule, FixedSchedule, Offer
 
 MODEL = Offer("model", 15)
 
-# As on a machine where rows cost, but a model that was parked has nothing to read when it comes back.
-EASY_TO_RESUME = Costs(((1, 6.3), (2, 8.4), (4, 13), (5, 16), (8, 22), (16, 43)), 0.35 * 6.3)
-
 
 def fail(schedule: AutoSchedule, rounds: int, offer: Offer = MODEL) -> None:
     """Everything that is drafted is rejected."""
@@ -135,7 +132,7 @@ def test_it_goes_over_a_step_that_does_not_pay_by_itself_where_the_next_ones_do(
 
 
 def test_what_fails_is_parked_and_probed_at_growing_intervals() -> None:
-    schedule = Recorded(EASY_TO_RESUME, 15, drafters=["model"])
+    schedule = Recorded(TABLES["CPU"], 15, drafters=["model"])
     fail(schedule, 2000)
     tried = [index for index, (drafted, _) in enumerate(schedule.rounds) if drafted]
     gaps = [later - earlier for earlier, later in pairwise(tried)]
@@ -146,7 +143,7 @@ def test_what_fails_is_parked_and_probed_at_growing_intervals() -> None:
 
 
 def test_it_says_how_many_rounds_are_plain_and_tries_after_them() -> None:
-    schedule = AutoSchedule(EASY_TO_RESUME, 15, drafters=["model"])
+    schedule = AutoSchedule(TABLES["CPU"], 15, drafters=["model"])
     assert schedule.plain_rounds() == 0
     fail(schedule, 30)
     rounds = schedule.plain_rounds()
@@ -173,7 +170,7 @@ def test_without_an_offer_nothing_is_parked() -> None:
 
 
 def test_a_parked_text_that_becomes_easy_is_noticed() -> None:
-    for costs in (EASY_TO_RESUME, TABLES["8B"], TABLES["70B"]):
+    for costs in (TABLES["CPU"], TABLES["8B"], TABLES["70B"]):
         schedule = Recorded(costs, 15, drafters=["model"])
         text = uninformed([0.0] * 200 + [0.98] * 300, Random(0))
         replay(text, schedule, costs, random=Random(0))
@@ -182,8 +179,8 @@ def test_a_parked_text_that_becomes_easy_is_noticed() -> None:
 
 def test_a_first_success_is_followed_up_though_reading_is_dear() -> None:
     """On a CPU a model looks hopeless until a few of its tokens were accepted."""
-    schedule = Recorded(TABLES["CPU"], 15, drafters=["model"])
-    replay(Trace([1.0] * 40, [0.95] * 40), schedule, TABLES["CPU"])
+    schedule = Recorded(TABLES["CPU pair"], 15, drafters=["model"])
+    replay(Trace([1.0] * 40, [0.95] * 40), schedule, TABLES["CPU pair"])
     assert all(drafted for drafted, _ in schedule.rounds[:-1])
 
 
@@ -198,9 +195,9 @@ def test_a_model_that_is_dear_to_resume_stays_parked_unless_it_won_before() -> N
 
 
 def test_after_other_costs_probes_have_their_price() -> None:
-    schedule = AutoSchedule(EASY_TO_RESUME, 15, drafters=["model"])
+    schedule = AutoSchedule(TABLES["CPU"], 15, drafters=["model"])
     fail(schedule, 30)
-    dear = Costs(tuple((rows, seconds * rows) for rows, seconds in EASY_TO_RESUME.target), 0.35 * 6.3)
+    dear = Costs(tuple((rows, seconds * rows) for rows, seconds in TABLES["CPU"].target), 0.35 * 6.3)
     schedule.reprice(dear, stops_early=True)
     before = schedule.plain_rounds()
     assert before > 1
@@ -211,7 +208,7 @@ def test_after_other_costs_probes_have_their_price() -> None:
 
 
 def test_what_no_pass_can_hold_is_never_probed() -> None:
-    schedule = AutoSchedule(EASY_TO_RESUME, 15, drafters=["lookup"])
+    schedule = AutoSchedule(TABLES["CPU"], 15, drafters=["lookup"])
     schedule.reprice(Costs(((1, 1.0),), None), stops_early=True)
     assert schedule.choose([Offer("lookup", 3, match=5)]) is None
     assert schedule.plain_rounds() == sys.maxsize

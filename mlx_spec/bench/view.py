@@ -93,7 +93,8 @@ def _notes(report: Report, figures: Sequence[WayFigures]) -> list[str]:
         f"measured by {report.bandwidth.how}.",
     ]
     if left_out := len(report.runs) - sum(way.runs for way in figures):
-        notes.append(f"Not in the figures: {left_out} of the prompt at which not every way had its turn.")
+        runs = "1 run" if left_out == 1 else f"{left_out} runs"
+        notes.append(f"Not in the figures: {runs} of the prompt at which not every way had its turn.")
     spreads = [way.repeat_spread for way in figures if way.repeat_spread is not None]
     if spreads:
         notes.append(f"Repeats of one prompt lie {max(spreads):.0%} apart: the median of the way that varies most.")

@@ -54,13 +54,12 @@ def calibrate(
         if small is None:
             note_no_draft({"--draft-kv": draft_storage})
         from mlx_spec import calibration, remembered
-        from mlx_spec.measurement import GREEDY, filters_of
+        from mlx_spec.measurement import active_filters
 
         report = calibration_view.Report(
             remembered.machine(), target.name, small.name if small else None, dataclasses.asdict(kv),
-            {name: value for name, value in dataclasses.asdict(filters_of(sampling)).items()
-             if name in ("top_k", "top_p", "min_p") and value != getattr(GREEDY, name)},
-        )  # fmt: skip
+            active_filters(sampling),
+        )
         try:
             with _progress() as progress:
                 for result in calibration.calibrate(target, small, kv, sampling=sampling, progress=progress):
