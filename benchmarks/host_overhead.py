@@ -23,11 +23,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import llama as reference
 
-from mlx_spec.architectures import model_classes
+from mlx_spec.architectures.definitions import model_classes
 from mlx_spec.architectures.paged import PagedModel
-from mlx_spec.config import Sampling
-from mlx_spec.engine import Decoding
-from mlx_spec.speculation import Drafting, DraftModel, FixedSchedule
+from mlx_spec.decoding.drafters.draft_model import DraftModel
+from mlx_spec.decoding.drafting import Drafting
+from mlx_spec.decoding.engine import Decoding
+from mlx_spec.decoding.schedule.schedule import FixedSchedule
+from mlx_spec.settings import Sampling
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 80, "intermediate_size": 256,

@@ -23,9 +23,9 @@ from typing import Any
 import mlx.core as mx
 from common import save
 
+from mlx_spec.architectures.context import prefill
 from mlx_spec.architectures.decoder import Decoder, DecoderArguments
 from mlx_spec.architectures.paged import PagedModel
-from mlx_spec.context import prefill
 from mlx_spec.kv import PAGE, PagePool, PageTable
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 80, 64, 8, 128

@@ -26,10 +26,10 @@ from common import save
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.utils import load as load_reference
 
+from mlx_spec.architectures.context import Context
 from mlx_spec.architectures.paged import PagedModel
-from mlx_spec.context import Context
-from mlx_spec.language_models import calibration_tokens
-from mlx_spec.loader import load
+from mlx_spec.loading.language_models import calibration_tokens
+from mlx_spec.loading.loader import load
 
 CHUNK = 32
 TEXTS = {"prose": topics["objects"] + topics["naming"] + topics["exceptions"], "code": inspect.getsource(textwrap)}

@@ -24,15 +24,16 @@ from typing import Any
 
 import numpy as np
 from common import RESULTS, save
+from replay import Trace, copied_runs, least_cost, outcomes, replay
 
+from mlx_spec.architectures.context import Context, prefill
 from mlx_spec.architectures.paged import PagedModel
-from mlx_spec.config import Sampling
-from mlx_spec.context import Context, prefill
-from mlx_spec.loader import load
-from mlx_spec.sampling import distribution
-from mlx_spec.speculation import AutoSchedule, FixedSchedule, Lookup, Schedule
-from mlx_spec.speculation.costs import Costs
-from mlx_spec.speculation.replay import Trace, copied_runs, least_cost, outcomes, replay
+from mlx_spec.decoding.drafters.lookup import Lookup
+from mlx_spec.decoding.sampling import distribution
+from mlx_spec.decoding.schedule.costs import Costs
+from mlx_spec.decoding.schedule.schedule import AutoSchedule, FixedSchedule, Schedule
+from mlx_spec.loading.loader import load
+from mlx_spec.settings import Sampling
 
 CHUNK = 32
 DRAFT_COST = 0.03

@@ -22,7 +22,7 @@ import numpy as np
 from common import RESULTS, save
 
 from mlx_spec.architectures.paged import PagedContext, PagedModel
-from mlx_spec.loader import load
+from mlx_spec.loading.loader import load
 
 BLOCK = 128
 TEXT = "".join(topics[name] for name in ("objects", "naming", "exceptions"))

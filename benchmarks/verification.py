@@ -23,11 +23,12 @@ import numpy as np
 from common import save
 
 from mlx_spec import LLM, Sampling
-from mlx_spec.bench.prompts import KINDS, PROMPTS
-from mlx_spec.context import prefill
-from mlx_spec.runtime import load
-from mlx_spec.sampling import distribution
-from mlx_spec.speculation import DraftModel, verify_block
+from mlx_spec.architectures.context import prefill
+from mlx_spec.cli.bench.prompts import KINDS, PROMPTS
+from mlx_spec.decoding.drafters.draft_model import DraftModel
+from mlx_spec.decoding.sampling import distribution
+from mlx_spec.decoding.verification import verify_block
+from mlx_spec.llm.llm import load
 
 EQUALITY, TOKEN, BLOCK = "equality", "token", "block"
 

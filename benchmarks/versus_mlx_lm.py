@@ -30,10 +30,10 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load as load_reference
 
 from mlx_spec import LLM, Sampling, Speculation
-from mlx_spec.bench.prompts import KINDS, PROMPTS
-from mlx_spec.context import prefill
-from mlx_spec.engine import Decoding
-from mlx_spec.runtime import load
+from mlx_spec.architectures.context import prefill
+from mlx_spec.cli.bench.prompts import KINDS, PROMPTS
+from mlx_spec.decoding.engine import Decoding
+from mlx_spec.llm.llm import load
 
 
 @dataclass

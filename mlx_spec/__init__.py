@@ -6,11 +6,11 @@ TYPE_CHECKING = False  # typing takes as long to import as Python to start, and 
 if TYPE_CHECKING:
     from typing import Any
 
-    from mlx_spec.completion import Chunk, Completion
-    from mlx_spec.config import KVConfig, Sampling, Speculation
     from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
-    from mlx_spec.metrics import Statistics
-    from mlx_spec.runtime import LLM, load
+    from mlx_spec.llm.completion import Chunk, Completion
+    from mlx_spec.llm.llm import LLM, load
+    from mlx_spec.llm.statistics import Statistics
+    from mlx_spec.settings import KVConfig, Sampling, Speculation
 
 __all__ = [
     "LLM",
@@ -30,11 +30,11 @@ __all__ = [
 
 
 _HOMES = {
-    "completion": ("Chunk", "Completion"),
-    "config": ("KVConfig", "Sampling", "Speculation"),
     "errors": ("BadConfig", "DoesNotFit", "IncompatiblePair", "MLXSpecError", "ModelNotFound"),
-    "metrics": ("Statistics",),
-    "runtime": ("LLM", "load"),
+    "llm.completion": ("Chunk", "Completion"),
+    "llm.llm": ("LLM", "load"),
+    "llm.statistics": ("Statistics",),
+    "settings": ("KVConfig", "Sampling", "Speculation"),
 }
 
 

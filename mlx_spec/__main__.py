@@ -5,7 +5,7 @@ import sys
 
 def main() -> None:
     try:
-        from mlx_spec.cli import main as command_line
+        from mlx_spec.cli.main import main as command_line
 
         command_line()
     except KeyboardInterrupt:  # while the command line is imported; afterwards it sees to that itself

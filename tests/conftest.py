@@ -9,8 +9,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_spec import calibration
-from mlx_spec.remembered import Remembered
+from mlx_spec.calibration import calibrations as calibration
+from mlx_spec.machine.remembered import Remembered
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_spec.kernels import reference, registry, self_check
 from mlx_spec.kernels.choice import Trial
-from mlx_spec.remembered import Remembered
+from mlx_spec.machine.remembered import Remembered
 
 
 def cleaned(array: mx.array) -> mx.array:

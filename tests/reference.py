@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 from scipy import stats
 
-from mlx_spec.config import Sampling
-from mlx_spec.context import Tokens
+from mlx_spec.architectures.context import Tokens
+from mlx_spec.settings import Sampling
 
 
 def exact_distribution(

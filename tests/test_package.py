@@ -37,7 +37,7 @@ def test_wheel_holds_models_types_and_every_module(wheel: zipfile.ZipFile) -> No
 
 def test_installed_wheel_finds_its_models(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
-    script = "import mlx_spec.catalog as c; print(c.__file__); print(c.find('demo').target)"
+    script = "import mlx_spec.loading.catalog as c; print(c.__file__); print(c.find('demo').target)"
     run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True, text=True)
     where, target = run.stdout.splitlines()
     assert Path(where).is_relative_to(tmp_path)

@@ -7,10 +7,10 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_spec.architectures import model_classes
+from mlx_spec.architectures.definitions import model_classes
 from mlx_spec.architectures.paged import PagedModel
-from mlx_spec.engine import Decoding
-from mlx_spec.speculation import FixedSchedule
+from mlx_spec.decoding.engine import Decoding
+from mlx_spec.decoding.schedule.schedule import FixedSchedule
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import Any
 
-from mlx_spec.speculation.costs import Costs
-from mlx_spec.speculation.replay import Trace
-from mlx_spec.speculation.schedule import AutoSchedule, Offer
+from replay import Trace
+
+from mlx_spec.decoding.schedule.costs import Costs
+from mlx_spec.decoding.schedule.schedule import AutoSchedule, Offer
 
 TABLES = {
     # A 70B in 4 bits on an M5 Max (ml-explore/mlx, pull request 3791) with a 1B model.

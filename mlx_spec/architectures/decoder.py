@@ -15,9 +15,9 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.attention import AttentionPass
+from mlx_spec.attention.attend import AttentionPass
+from mlx_spec.attention.rotary import Rotary
 from mlx_spec.errors import BadConfig
-from mlx_spec.rotary import Rotary
 
 T = TypeVar("T", int, float)
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
 
-from mlx_spec.context import Tokens, token_array
+from mlx_spec.architectures.context import Tokens, token_array
 
 _EXACTLY_REWINDABLE = (KVCache, QuantizedKVCache)
 """Caches whose `trim` forgets exactly the last tokens. A rotating cache has overwritten what a rewind would need

@@ -6,9 +6,9 @@ from contextlib import closing
 
 import mlx.core as mx
 
+from mlx_spec.architectures.context import Tokens, token_array
 from mlx_spec.architectures.decoder import Decoder
-from mlx_spec.attention import AttentionPass
-from mlx_spec.context import Tokens, token_array
+from mlx_spec.attention.attend import AttentionPass
 from mlx_spec.kv import PagePool, PageTable
 
 

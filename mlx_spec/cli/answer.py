@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mlx_spec import console
+from mlx_spec.cli import console
 
 if TYPE_CHECKING:
-    from mlx_spec.completion import Chunk
-    from mlx_spec.metrics import Statistics
-    from mlx_spec.runtime import LLM
+    from mlx_spec.llm.completion import Chunk
+    from mlx_spec.llm.llm import LLM
+    from mlx_spec.llm.statistics import Statistics
 
 
 def write_text(chunks: Iterator[Chunk], end_progress: Callable[[], None]) -> Statistics:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
-from mlx_spec import calibration_view, console
+from mlx_spec.cli import calibration_view, console
 from mlx_spec.cli.loading import check_models, is_here, kv_config, note_no_draft
 from mlx_spec.cli.options import (
     DraftOption,
@@ -21,10 +21,10 @@ from mlx_spec.cli.options import (
     option,
 )
 from mlx_spec.cli.outcome import TracebackOption
-from mlx_spec.config import Sampling
+from mlx_spec.settings import Sampling
 
 if TYPE_CHECKING:
-    from mlx_spec.loader import LoadedModel
+    from mlx_spec.loading.loader import LoadedModel
 
 _OUTPUT = "Output"
 HELP = (
@@ -53,8 +53,9 @@ def calibrate(
         target, small, sampling = _load(name, draft)
         if small is None:
             note_no_draft({"--draft-kv": draft_storage})
-        from mlx_spec import calibration, remembered
-        from mlx_spec.measurement import active_filters
+        from mlx_spec.calibration import calibrations as calibration
+        from mlx_spec.calibration.timing import active_filters
+        from mlx_spec.machine import remembered
 
         report = calibration_view.Report(
             remembered.machine(), target.name, small.name if small else None, dataclasses.asdict(kv),
@@ -82,7 +83,7 @@ def _load(model: str, draft: str | None) -> tuple[LoadedModel, LoadedModel | Non
     """
     shown = all(is_here(name) for name in (model, draft) if name not in (None, "none"))
     with console.loading(model, shown=shown):
-        from mlx_spec import loader
+        from mlx_spec.loading import loader
 
         source = loader.resolve(model)
         if draft is None and source.entry is not None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_spec import console
+from mlx_spec.cli import console
 from mlx_spec.cli.outcome import FAILURE, TracebackOption
 
 if TYPE_CHECKING:
-    from mlx_spec.diagnosis import Diagnosis
+    from mlx_spec.cli.diagnosis import Diagnosis
 
 HELP = (
     "Check this installation: versions, memory, and every Metal kernel against plain operations, with timings.\n\n"
@@ -32,7 +32,8 @@ def doctor(
     traceback: TracebackOption = False,
 ) -> None:
     """Shows the diagnosis; see HELP."""
-    from mlx_spec import diagnosis, remembered
+    from mlx_spec.cli import diagnosis
+    from mlx_spec.machine import remembered
 
     with console.notes(shown=True), _progress() as progress:
         found = diagnosis.diagnose(progress)

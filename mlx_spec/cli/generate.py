@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_spec import console
+from mlx_spec.cli import console
 from mlx_spec.cli.answer import write_json, write_text
 from mlx_spec.cli.loading import check_models, draft_wanted, kv_config, load, note_no_draft
 from mlx_spec.cli.options import (
@@ -28,8 +28,8 @@ from mlx_spec.cli.options import (
 )
 from mlx_spec.cli.outcome import TracebackOption
 from mlx_spec.cli.prompt import check_utf8, read_prompt
-from mlx_spec.config import Sampling, Speculation
 from mlx_spec.errors import BadConfig
+from mlx_spec.settings import Sampling, Speculation
 
 _PROMPT, _DRAFTING, _LENGTH, _CHOICE, _REPETITION, _OUTPUT = (
     "Prompt", "Drafting", "When to stop", "How words are chosen", "Against repetition", "Output")

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_spec import console
-from mlx_spec.config import KVConfig, Speculation
+from mlx_spec.cli import console
 from mlx_spec.errors import BadConfig
+from mlx_spec.settings import KVConfig, Speculation
 
 if TYPE_CHECKING:
-    from mlx_spec.runtime import LLM
+    from mlx_spec.llm.llm import LLM
 
 _log = logging.getLogger("mlx_spec")
 
@@ -32,7 +32,7 @@ def draft_wanted(model: str, draft: str | None, given: Mapping[str, Any]) -> str
 
     given: the options of `Speculation`, which stand before the model's own.
     """
-    from mlx_spec import catalog
+    from mlx_spec.loading import catalog
 
     entry = catalog.find(model)
     speculation = dataclasses.replace(entry.speculation if entry else Speculation(), **given)
@@ -59,7 +59,7 @@ def load(model: str, draft: str | None, kv: KVConfig, *, quiet: bool = False) ->
 
 def kv_config(model: str | None, **given: Any) -> KVConfig:
     """The model's own way to keep keys and values, changed by the options that were given."""
-    from mlx_spec import catalog
+    from mlx_spec.loading import catalog
 
     entry = catalog.find(model) if model else None
     own = entry.kv if entry else KVConfig()
@@ -80,7 +80,7 @@ def note_no_draft(options: Mapping[str, object]) -> None:
 
 def is_here(name: str) -> bool:
     """Whether nothing of `name` needs to be downloaded, which would draw its own bars."""
-    from mlx_spec import catalog, hub
+    from mlx_spec.loading import catalog, hub
 
     entry = catalog.find(name)
     sources = [name] if entry is None else [entry.target, *([entry.draft] if entry.draft else [])]

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_spec import catalog, console
+from mlx_spec.cli import console
 from mlx_spec.cli.outcome import TracebackOption
+from mlx_spec.loading import catalog
 
 if TYPE_CHECKING:
-    from mlx_spec.catalog import Entry
+    from mlx_spec.loading.catalog import Entry
 
 HELP = (
     "List the models that can be named, and what is already on this machine.\n\n"
@@ -71,6 +72,6 @@ def _row(entry: Entry) -> list[str]:
 
 def _here(entry: Entry) -> tuple[bool, bool | None]:
     """Whether target and draft are complete on this machine; None without a draft."""
-    from mlx_spec import hub
+    from mlx_spec.loading import hub
 
     return hub.is_local(entry.target), hub.is_local(entry.draft) if entry.draft else None

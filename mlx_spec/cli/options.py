@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_spec.config import DEFAULT_SINKS
 from mlx_spec.errors import BadConfig
+from mlx_spec.settings import DEFAULT_SINKS
 
 # The parser of an option cannot give None.
 UNLIMITED = -1

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_spec import console
+from mlx_spec.cli import console
 from mlx_spec.cli.options import named_by_option
 from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
 

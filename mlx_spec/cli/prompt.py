@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_spec import console
+from mlx_spec.cli import console
 from mlx_spec.errors import BadConfig
 
 _WAYS = 'give it as "TEXT", as - to read stdin, or with --prompt-file FILE'

@@ -7,12 +7,12 @@ import functools
 
 import mlx.core as mx
 
-from mlx_spec import remembered
 from mlx_spec.kernels import reference, registry
 from mlx_spec.kernels.choice import Choice
 from mlx_spec.kernels.dispatch import Build, Dispatch, Quantize, attending, pool_shape
 from mlx_spec.kernels.self_check import SelfCheck
 from mlx_spec.kernels.trials import Shape
+from mlx_spec.machine import remembered
 
 __all__ = ["attending", "memory", "on_this_machine", "pool_shape", "prepare", "quantizing", "way"]
 

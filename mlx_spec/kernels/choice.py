@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import mlx.core as mx
 
 from mlx_spec.errors import MLXSpecError
-from mlx_spec.remembered import Remembered
+from mlx_spec.machine.remembered import Remembered
 
 Trial = Callable[[int], mx.array]
 """Builds so many calls, each of which needs the result of the one before, and gives the last result."""

@@ -14,8 +14,8 @@ import mlx.core as mx
 
 from mlx_spec.kernels import reference, registry, trials
 from mlx_spec.kernels.choice import Choice, Trial
-from mlx_spec.kernels.reference import PAGE
 from mlx_spec.kernels.self_check import SelfCheck
+from mlx_spec.kv import PAGE
 
 if TYPE_CHECKING:
     from mlx_spec.kv import PagePool

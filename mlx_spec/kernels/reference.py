@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_spec.rotary import rotate
+from mlx_spec.kv import PAGE
 
-PAGE = 64
-"""Tokens per page."""
 LENGTH, SINKS, WINDOW, HEAD_PAGES, DROPPED_PAGES = range(5)
 """Columns of `state`."""
 STATE_COLUMNS = 8
@@ -28,13 +26,24 @@ HIDDEN = -1e30
 """Score of what a row must not see: finite, so that a row of nothing else gives no NaN."""
 
 
+def rotate(x: mx.array, cosines: mx.array, sines: mx.array, interleaved: bool) -> mx.array:
+    """x (..., n, head_dim) with each pair of channels turned: i
+    and i + head_dim / 2, or neighbours if interleaved."""
+    if interleaved:
+        swapped = mx.unflatten(x, -1, (-1, 2))[..., ::-1].flatten(-2)
+    else:
+        half = x.shape[-1] // 2
+        swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
+    return (x * cosines + swapped * sines).astype(x.dtype)
+
+
 def quantize_kv(
     keys: mx.array, values: mx.array, cosines: mx.array, sines: mx.array, divisors: mx.array, interleaved: bool
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Rotate and divide new keys, then round them and the values to INT8, symmetrically, per token and head.
 
     keys, values (batch, kv_heads, n, head_dim); cosines, sines (batch, n, head_dim) float32 as in
-    `mlx_spec.rotary.RotaryRows`; divisors (kv_heads, head_dim) float32.
+    `mlx_spec.attention.rotary.RotaryRows`; divisors (kv_heads, head_dim) float32.
     Returns keys and values (batch, kv_heads, n, head_dim) int8 and their scales (batch, kv_heads, n) float16, in the
     order keys, key scales, values, value scales.
     """

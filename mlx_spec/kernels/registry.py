@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlx_spec.kernels.reference import PAGE, STATE_COLUMNS
+from mlx_spec.kernels.reference import STATE_COLUMNS
+from mlx_spec.kv import PAGE
 from mlx_spec.resources import folder
 
 HEAD_SIZES = (64, 80, 96, 128, 256)

@@ -20,8 +20,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec.kernels import problems, reference, registry
-from mlx_spec.kernels.reference import PAGE
-from mlx_spec.remembered import Remembered
+from mlx_spec.kv import PAGE
+from mlx_spec.machine.remembered import Remembered
 from mlx_spec.resources import folder
 
 TOLERANCE = {mx.float32: 2e-4, mx.float16: 2e-3, mx.bfloat16: 2e-2}

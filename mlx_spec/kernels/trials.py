@@ -1,5 +1,5 @@
 """What is timed to find the fastest way: the shapes of attention that stand for all others, the names of its ways, and
-the quantization of new rows. Knows shapes; nothing of models, nor how attention runs (`mlx_spec.attention` does).
+the quantization of new rows. Knows shapes; nothing of models, nor how attention runs (`attention.attend` does).
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from mlx_spec.errors import DoesNotFit
-from mlx_spec.kernels.reference import PAGE
-from mlx_spec.memory import available_memory, gigabytes
+from mlx_spec.machine.memory import available_memory, gigabytes
 
+PAGE = 64
+"""Tokens per page."""
 _SMALLEST_SLAB = 4  # pages
 _LARGEST_SLAB = 64  # pages
 _CHEAP_COPY = 8 * 2**20

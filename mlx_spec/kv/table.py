@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mlx_spec.kernels.reference import PAGE
-from mlx_spec.kv.pool import PagePool
+from mlx_spec.kv.pool import PAGE, PagePool
 
 
 class PageTable:

@@ -1,0 +1,112 @@
+"""Logits -> distribution -> token. Pure functions of arrays; knows nothing of models, caches or speculation.
+
+One function makes the target's distribution and the draft's, whatever the settings; greedy decoding is the
+distribution with all its weight on the likeliest token. Every filter keeps the tokens at or above some probability,
+so together they are one threshold, found without sorting the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_spec.settings import Sampling
+
+
+def distribution(
+    logits: mx.array, sampling: Sampling, vocabulary_size: int, seen: mx.array | None = None
+) -> mx.array:
+    """The distribution that each row of `logits` stands for.
+
+    logits (n, columns) of any floating type; seen (n, vocabulary_size) or (1, vocabulary_size), how often each token
+    came before that row, needed where `sampling.penalises`. Columns past `vocabulary_size`, the padding of the
+    embedding, are never sampled. Order: bias and penalties, temperature, top-k, top-p (of what top-k left), min-p.
+    Returns (n, vocabulary_size) float32, rows summing to 1.
+    """
+    logits = logits[:, :vocabulary_size].astype(mx.float32)
+    if sampling.logit_bias:
+        inside = [(token, bias) for token, bias in sampling.logit_bias.items() if token < vocabulary_size]
+        tokens, biases = zip(*inside, strict=True) if inside else ((), ())
+        logits = logits.at[:, mx.array(tokens, mx.int32)].add(mx.array(biases, mx.float32))
+    if sampling.penalises:
+        assert seen is not None
+        logits = _penalised(logits, sampling, seen)
+    if sampling.temperature == 0:
+        return (mx.arange(vocabulary_size) == mx.argmax(logits, axis=-1, keepdims=True)).astype(mx.float32)
+    # Subtracting the maximum first keeps a very low temperature finite.
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / max(sampling.temperature, 1e-20)
+    probabilities = mx.softmax(logits, axis=-1)
+    threshold = _threshold(probabilities, sampling)
+    if threshold is None:
+        return probabilities
+    kept = mx.where(probabilities >= threshold, probabilities, 0)
+    return kept / kept.sum(axis=-1, keepdims=True)
+
+
+def _penalised(logits: mx.array, sampling: Sampling, seen: mx.array) -> mx.array:
+    """Repetition penalty (Keskar et al. 2019, CTRL, section 4.1), then presence and frequency penalties."""
+    was_seen = seen > 0
+    if sampling.repetition_penalty != 1:
+        factor = sampling.repetition_penalty
+        logits = mx.where(was_seen, mx.where(logits > 0, logits / factor, logits * factor), logits)
+    return logits - sampling.presence_penalty * was_seen - sampling.frequency_penalty * seen
+
+
+def _threshold(probabilities: mx.array, sampling: Sampling) -> mx.array | None:
+    """The least probability that every filter keeps, (n, 1), or None if nothing is filtered."""
+    thresholds = []
+    candidates = left = probabilities
+    if 0 < sampling.top_k < probabilities.shape[-1]:
+        k = sampling.top_k
+        candidates = mx.partition(probabilities, -k, axis=-1)[:, -k:]  # (n, k)
+        thresholds.append(candidates.min(axis=-1, keepdims=True))
+        # More than k tokens, where some tie at the last place.
+        left = mx.where(probabilities >= thresholds[0], probabilities, 0)
+    if sampling.top_p < 1:
+        # The lower bound keeps a tiny top-p above zero in float32: the likeliest token always stays.
+        mass = max(sampling.top_p, 1e-20) * left.sum(axis=-1, keepdims=True)
+        thresholds.append(_nucleus_threshold(candidates, mass))
+    if sampling.min_p > 0:
+        thresholds.append(sampling.min_p * probabilities.max(axis=-1, keepdims=True))
+    if not thresholds:
+        return None
+    threshold = thresholds[0]
+    for other in thresholds[1:]:
+        threshold = mx.maximum(threshold, other)
+    return threshold
+
+
+@partial(mx.compile, shapeless=False)
+def _nucleus_threshold(probabilities: mx.array, mass: mx.array) -> mx.array:
+    """The greatest t for which the probabilities of t and more add up to at least `mass`, or 0; (n, 1).
+
+    Non-negative floats order as their bits do, so 30 halvings of the integers find t exactly, each a masked sum over
+    the row: no more than a sort on one CPU thread (measured), and no sort of the vocabulary on a GPU.
+    """
+    bits = probabilities.view(mx.int32)
+    low = mx.zeros_like(mass).astype(mx.int32)  # holds: the mass of `low` and more suffices, or `low` is 0
+    for position in reversed(range(30)):  # 1.0 is 0x3f800000: bits 0 to 29
+        middle = low + (1 << position)
+        enough = mx.where(bits >= middle, probabilities, 0).sum(axis=-1, keepdims=True) >= mass
+        low = mx.where(enough, middle, low)
+    return low.view(mx.float32)
+
+
+def draw(probabilities: mx.array, key: mx.array) -> mx.array:
+    """One token from each row: (n, vocabulary_size) -> (n,) int32. A token of probability 0 is never drawn."""
+    return mx.random.categorical(mx.log(probabilities), axis=-1, key=key).astype(mx.int32)
+
+
+def count_tokens(tokens: Sequence[int], vocabulary_size: int) -> mx.array:
+    """How often each token occurs, (vocabulary_size,) float32."""
+    inside = [token for token in tokens if token < vocabulary_size]
+    return mx.array(np.bincount(inside, minlength=vocabulary_size).astype(np.float32))
+
+
+def log_probabilities(logits: mx.array, vocabulary_size: int) -> mx.array:
+    """The model's own log-probabilities, before any setting: (n, columns) -> (n, vocabulary_size) float32."""
+    logits = logits[:, :vocabulary_size].astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -1,0 +1,1 @@
+"""The .gguf format: its configuration, weights and tokenizer, as a checkpoint of the hub has them."""
