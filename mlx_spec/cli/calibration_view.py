@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlx_spec.cli import console
+from mlx_spec.cli.tables import show_table, wrapped
 
 if TYPE_CHECKING:
     from mlx_spec.calibration.calibrations import Calibration, LeftOut
@@ -23,8 +24,8 @@ _IDEAL = "-"
 
 
 @dataclass
-class Report:
-    """One run of the command."""
+class Measured:
+    """What one run of the command found; grows with each length."""
 
     machine: str
     model: str
@@ -37,15 +38,9 @@ class Report:
     complete: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "machine": self.machine,
-            "model": self.model,
-            "draft": self.draft,
-            "kv": self.kv,
-            "filters": self.filters,
-            "complete": self.complete,
+        return vars(self) | {
             "calibrations": [_as_dict(calibration) for calibration in self.calibrations],
-            "left_out": [{"context_length": left.context_length, "reason": left.reason} for left in self.left_out],
+            "left_out": [asdict(left) for left in self.left_out],
         }
 
 
@@ -87,15 +82,15 @@ def _c(calibration: Calibration) -> float | None:
     return None if calibration.draft_step is None else calibration.costs().draft
 
 
-def show(report: Report) -> None:
+def show(found: Measured) -> None:
     """Writes all of it to stdout."""
-    measured = report.calibrations
+    measured = found.calibrations
     # One that cannot take tokens back is not measured, as a note says.
-    drafts = report.draft is not None and (not measured or _by_model(measured))
-    pair = f"{report.model} with {report.draft} as draft" if drafts else report.model
-    filters = "".join(f", {name} {value:g}" for name, value in report.filters.items())
-    console.write(f"{pair} on {report.machine}{filters}\n")
-    console.write("\n" if report.complete else "INCOMPLETE: longer texts are missing\n\n")
+    drafts = found.draft is not None and (not measured or _by_model(measured))
+    pair = f"{found.model} with {found.draft} as draft" if drafts else found.model
+    filters = "".join(f", {name} {value:g}" for name, value in found.filters.items())
+    console.write(f"{pair} on {found.machine}{filters}\n")
+    console.write("\n" if found.complete else "INCOMPLETE: longer texts are missing\n\n")
     if measured:
         _show_passes(measured)
         if drafts:
@@ -103,13 +98,13 @@ def show(report: Report) -> None:
         console.write("\nV over rows, ideally 1\n")
         _show_curve(measured)
         _show_computed(measured)
-    for left in report.left_out:
-        console.write(f"\n{console.wrapped(f'{left.context_length} tokens and more are left out: {left.reason}')}\n")
+    for left in found.left_out:
+        console.write(f"\n{wrapped(f'{left.context_length} tokens and more are left out: {left.reason}')}\n")
 
 
 def _show_passes(measured: Sequence[Calibration]) -> None:
     heading = "A target pass over M rows, by tokens in context: milliseconds, and V, relative to one row, never falling"
-    console.write(f"{console.wrapped(heading)}\n")
+    console.write(f"{wrapped(heading)}\n")
     columns = ["ROWS"]
     for calibration in measured:
         columns += [f"AT {calibration.context_length}", "V"]
@@ -119,8 +114,8 @@ def _show_passes(measured: Sequence[Calibration]) -> None:
         for calibration in measured:
             seconds = dict(calibration.target).get(count)
             row += ["-", "-"] if seconds is None else [_ms(seconds), f"{calibration.costs().verify(count):.2f}"]
-        rows.append([*row, ""])
-    console.show_table([*columns, ""], rows)
+        rows.append(row)
+    show_table(columns, rows, long_text=False)
 
 
 def _show_draft(measured: Sequence[Calibration]) -> None:
@@ -131,13 +126,13 @@ def _show_draft(measured: Sequence[Calibration]) -> None:
         ["one more row when catching up", *(_ms(calibration.draft_row) for calibration in measured)],
         ["c, the better step in passes", *(_number(_c(calibration)) for calibration in measured)],
     ]
-    console.show_table(["DRAFT", *(f"AT {each.context_length}" for each in measured), ""], [[*row, ""] for row in rows])
+    show_table(["DRAFT", *(f"AT {each.context_length}" for each in measured)], rows, long_text=False)
 
 
 def _show_computed(measured: Sequence[Calibration]) -> None:
     drafts = "by the draft model" if _by_model(measured) else "that cost nothing, as by lookup"
     heading = f"Computed from these costs, not measured: best K and speedup over plain decoding, for drafts {drafts}"
-    console.write(f"\n{console.wrapped(heading)}\n")
+    console.write(f"\n{wrapped(heading)}\n")
     columns = ["ACCEPTED"]
     for calibration in measured:
         columns += [f"K AT {calibration.context_length}", "SPEEDUP"]
@@ -147,8 +142,8 @@ def _show_computed(measured: Sequence[Calibration]) -> None:
         for calibration in measured:
             k, gain = best(calibration.costs(), rate, _c(calibration) or 0.0)
             row += [str(k), f"{gain:.2f}"]
-        rows.append([*row, ""])
-    console.show_table([*columns, ""], rows)
+        rows.append(row)
+    show_table(columns, rows, long_text=False)
 
 
 def _by_model(measured: Sequence[Calibration]) -> bool:

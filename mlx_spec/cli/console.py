@@ -1,7 +1,4 @@
-"""What a person sees in the terminal: the answer on stdout, everything else on stderr.
-
-Plain text when stderr is not a terminal or NO_COLOR is set. Knows figures and strings; runs no model.
-"""
+"""What a person reads: the answer and tables on stdout, notes and figures on stderr. Knows strings; runs no model."""
 
 from __future__ import annotations
 
@@ -9,20 +6,13 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mlx_spec.llm.statistics import Statistics
 
-PrefillProgress = Callable[[int, int], None]
-_WIDEST = 100
-"""Columns of prose."""
 
 
 class ClosedPipeError(Exception):
@@ -108,12 +98,6 @@ def is_plain(stream: TextIO | None) -> bool:
     return not stream.isatty()
 
 
-def _rich_stderr() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False)
-
-
 class Notes(logging.Handler):
     """Shows what the runtime logs as `note: ...` lines on stderr."""
 
@@ -133,46 +117,6 @@ def notes(*, shown: bool) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
-
-
-@contextlib.contextmanager
-def loading(name: str, *, shown: bool) -> Iterator[None]:
-    """A spinner on stderr while a model is loaded; it clears itself."""
-    if not shown or is_plain(sys.stderr):
-        yield
-        return
-    from rich.markup import escape
-
-    with _rich_stderr().status(f"loading {escape(name)}"):
-        yield
-
-
-@contextlib.contextmanager
-def prefill(*, shown: bool) -> Iterator[tuple[PrefillProgress | None, Callable[[], None]]]:
-    """A progress bar on stderr for reading the prompt: what to call with (done, total), and how to end it.
-
-    The bar clears itself; ending it twice does no harm.
-    """
-    if not shown or is_plain(sys.stderr):
-        yield None, lambda: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"),
-                   TimeRemainingColumn(), console=_rich_stderr(), transient=True)
-    task = bar.add_task("prefill", total=None)
-
-    def progress(done: int, total: int) -> None:
-        if not bar.live.is_started:
-            bar.start()
-        bar.update(task, completed=done, total=total)
-        if done >= total:
-            bar.stop()
-
-    try:
-        yield progress, bar.stop
-    finally:
-        bar.stop()
 
 
 def statistics_line(statistics: Statistics) -> str:
@@ -218,41 +162,3 @@ def _count(number: int, noun: str, plural: str | None = None) -> str:
 def _figures(value: float) -> str:
     """Two figures or more: 0.67, 6.5, 39."""
     return f"{value:.2f}" if value < 0.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
-
-
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout. The last column holds long text, perhaps several lines.
-
-    On a terminal it stands below its row, since an ordinary window has no room beside it. In plain text each
-    row is one line, for grep.
-    """
-    if is_plain(sys.stdout):
-        write(plain_table(columns, rows))
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    heading, *short = plain_table(columns[:-1], [row[:-1] for row in rows]).splitlines()
-    console = Console(highlight=False)
-    with console.capture() as captured:
-        console.print(Text(heading, "bold"))
-        for line, row in zip(short, rows, strict=True):
-            console.print(Text(line))
-            for below in row[-1].splitlines():
-                console.print(Text(f"  {below}", "dim"))
-    write(captured.get())
-
-
-def wrapped(text: str) -> str:
-    """Prose for stdout, broken between words: to the width of its terminal, but never wider than can be read well."""
-    terminal = sys.stdout is not None and sys.stdout.isatty()
-    width = min(_WIDEST, shutil.get_terminal_size().columns if terminal else _WIDEST)
-    return textwrap.fill(text, max(1, width), break_long_words=False, break_on_hyphens=False)
-
-
-def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned text, one row a line; the lines of a cell are joined by ` + `."""
-    lines = [[*columns], *([" + ".join(cell.splitlines()) for cell in row] for row in rows)]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
-    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-    return "".join("  ".join(line).rstrip() + "\n" for line in padded)

@@ -11,7 +11,6 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +20,7 @@ import mlx.core as mx
 
 from mlx_spec import kernels
 from mlx_spec.attention import attend as attention
+from mlx_spec.cli.progress import Progress
 from mlx_spec.kernels import registry, trials
 from mlx_spec.kernels.choice import Choice
 from mlx_spec.kernels.dispatch import kernel_variants
@@ -35,8 +35,6 @@ WITHOUT_METAL = (
     "Mac. Attention takes plain MLX operations here. The test-suite runs the same kernel source on the CPU: see "
     "tests/shim."
 )
-Progress = Callable[[str, int, int], None]
-"""Is told what comes next, and how many of how many are done."""
 
 
 @dataclass

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mlx_spec.cli import console
+from mlx_spec.cli.options import OUTPUT, option
 from mlx_spec.cli.outcome import FAILURE, TracebackOption
+from mlx_spec.cli.progress import progress
+from mlx_spec.cli.tables import show_table
 
 if TYPE_CHECKING:
     from mlx_spec.cli.diagnosis import Diagnosis
@@ -22,23 +22,22 @@ HELP = (
     "The report names no person, host or folder, and can be pasted in an issue. Ends with 1 if a kernel is wrong, "
     "which costs speed but no correctness: it is not used then."
 )
+_BEFORE = "checking and timing {total} things, about a minute"
 _WAYS = ("dense", "scattered", "vector", "tile", "gather")
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option(
-        "--json", rich_help_panel="Output", metavar="",
-        help="Write one JSON object instead of tables.")] = False,
+    as_json: Annotated[bool, option("--json", panel=OUTPUT, help="Write one JSON object instead of tables.")] = False,
     traceback: TracebackOption = False,
 ) -> None:
     """Shows the diagnosis; see HELP."""
     from mlx_spec.cli import diagnosis
     from mlx_spec.machine import remembered
 
-    with console.notes(shown=True), _progress() as progress:
-        found = diagnosis.diagnose(progress)
+    with console.notes(shown=True), progress(instead=_BEFORE) as tell:
+        found = diagnosis.diagnose(tell)
     if as_json:
-        console.write(json.dumps(found.as_dict(), indent=2) + "\n")
+        console.write_json(found.as_dict(), indent=2)
     else:
         _show(found)
     if found.count("failed"):
@@ -59,13 +58,13 @@ def _without_home(folder: Path | None) -> str:
 
 
 def _show(found: Diagnosis) -> None:
-    title, *facts = [[name, value, ""] for name, value in _facts(found)]
-    console.show_table(title, facts)
+    title, *facts = _facts(found)
+    show_table(title, facts, long_text=False)
     console.write("\n")
-    console.show_table(["KERNEL", "VARIANTS", "RESULT", ""], _kernels(found))
+    show_table(["KERNEL", "VARIANTS", "RESULT", ""], _kernels(found))
     if found.timings:
         console.write("\nMilliseconds for one layer's attention; heads are query/kv heads x channels\n")
-        console.show_table([*(way.upper() for way in _WAYS), "FASTEST", "SHAPE"], _timings(found))
+        show_table([*(way.upper() for way in _WAYS), "FASTEST", "SHAPE"], _timings(found))
     if found.note:
         console.write(f"\n{found.note}\n")
 
@@ -103,27 +102,3 @@ def _timings(found: Diagnosis) -> list[list[str]]:
         shown = [f"{times[way]:.3f}" if way in times else "-" for way in _WAYS]
         rows.append([*shown, min(times, key=lambda way: times[way]) if times else "-", timing.shape])
     return rows
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """What to call with (what comes next, done, total). A bar on a terminal, else a line at the start.
-
-    The bar stays where the program is ended by a kernel, and so names it.
-    """
-    if console.is_plain(sys.stderr):
-        yield _said_once
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    bar = Progress(BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False),
-                   console=Console(stderr=True, highlight=False), transient=True)
-    task = bar.add_task("", total=None)
-    with bar:
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total, refresh=True)
-
-
-def _said_once(what: str, done: int, total: int) -> None:
-    if done == 0:
-        console.say(f"checking and timing {total} things, about a minute")

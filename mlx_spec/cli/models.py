@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from mlx_spec.cli import console
+from mlx_spec.cli.options import OUTPUT, option
 from mlx_spec.cli.outcome import TracebackOption
+from mlx_spec.cli.tables import show_table
 from mlx_spec.loading import catalog
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ _COLUMNS = ("NAME", "SIZE", "MEMORY", "CONTEXT", "LICENCE", "HERE", "TARGET AND 
 
 
 def models(
-    as_json: Annotated[bool, typer.Option(
-        "--json", rich_help_panel="Output", metavar="",
-        help="Write a JSON list instead of a table.")] = False,
+    as_json: Annotated[bool, option("--json", panel=OUTPUT, help="Write a JSON list instead of a table.")] = False,
     traceback: TracebackOption = False,
 ) -> None:
     """Shows the catalogue; see HELP."""
@@ -32,7 +30,7 @@ def models(
     if as_json:
         console.write_json([_as_dict(entry) for entry in entries], indent=2)
         return
-    console.show_table(_COLUMNS, [_row(entry) for entry in entries])
+    show_table(_COLUMNS, [_row(entry) for entry in entries])
 
 
 def _as_dict(entry: Entry) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""How options are declared and their values read. Each complaint names the value. Knows no command."""
+"""How options are declared and their values read, and those of several commands. Each complaint names the value. Knows
+no command."""
 
 from __future__ import annotations
 
@@ -83,27 +84,28 @@ def option(name: str, *more: str, panel: str, help: str, metavar: str | None = N
 
 # What several commands take.
 
+OUTPUT = "Output"
 _MODELS, _MEMORY = "Models", "Memory"
-ModelOption = Annotated[str | None, option(
+Model = Annotated[str | None, option(
     "--model", "-m", panel=_MODELS, metavar="MODEL",
     help="Required: a name from `mlx-spec models` such as demo, org/name on the Hugging Face hub, a directory, or a "
     ".gguf file.")]
-DraftOption = Annotated[str | None, option(
+Draft = Annotated[str | None, option(
     "--draft", "-d", panel=_MODELS, metavar="MODEL",
     help="The small model that drafts, given like --model; none loads none. "
     "Default: the draft that `mlx-spec models` lists for the model.")]
-StorageOption = Annotated[str | None, option(
+Storage = Annotated[str | None, option(
     "--kv", panel=_MEMORY, metavar="STORAGE",
     help="How the model's keys and values are kept: model, in the type it computes in (usually 16 bits), or int8, in "
     "half of that. Default: the model's own, else model.")]
-DraftStorageOption = Annotated[str | None, option(
+DraftStorage = Annotated[str | None, option(
     "--draft-kv", panel=_MEMORY, metavar="STORAGE",
     help="The same for the draft. Default: the model's own, else model.")]
-WindowOption = Annotated[Any, option(
+Window = Annotated[Any, option(
     "--window", panel=_MEMORY, metavar="N", parser=whole_or("none"),
     help="Let each token see only the N before it and the sinks: memory stays constant, and the answer may be longer "
     "than the model's context. none lets it see everything. Default: the model's own, else none.")]
-SinksOption = Annotated[Any, option(
+Sinks = Annotated[Any, option(
     "--sinks", panel=_MEMORY, metavar="N", parser=whole_or("system"),
     help="With a window: the first N tokens are always seen; system keeps the whole system prompt. "
     f"Default: the model's own, else {DEFAULT_SINKS}.")]

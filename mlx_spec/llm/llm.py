@@ -25,8 +25,7 @@ from mlx_spec.llm.statistics import Statistics
 from mlx_spec.llm.text_stream import Answer
 from mlx_spec.llm.threads import OneThread
 from mlx_spec.loading.language_models import language_models
-from mlx_spec.loading.loader import LoadedModel, resolve, wired_limit
-from mlx_spec.loading.loader import load as load_model
+from mlx_spec.loading.loader import LoadedModel, load_pair, wired_limit
 from mlx_spec.loading.tokenizer import Tokenizer
 from mlx_spec.machine.memory import check_cache_fits
 from mlx_spec.settings import KVConfig, Sampling, Speculation
@@ -43,13 +42,7 @@ def load(
     """
     if kv is not None and not isinstance(kv, KVConfig):
         raise BadConfig(f"kv is {kv!r}; give a KVConfig, such as KVConfig(window=4096).")
-    source = resolve(model)
-    entry = source.entry
-    if draft is None and entry is not None:
-        draft = entry.draft
-    draft_source = None if draft is None or draft is False else resolve(draft)  # before the large one is read
-    target = load_model(source)
-    loaded_draft = load_model(draft_source) if draft_source else None
+    target, loaded_draft, entry = load_pair(model, draft)
     llm = LLM(target, loaded_draft, kv if kv is not None or entry is None else entry.kv)
     if entry is not None:
         llm.sampling, llm.speculation = entry.sampling, entry.speculation

@@ -10,7 +10,7 @@ import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +25,7 @@ from mlx_spec.loading.pairing import compare_tokenizers
 from mlx_spec.loading.tokenizer import Tokenizer
 from mlx_spec.machine.memory import available_memory, check_fits, wired_limit
 
-__all__ = ["LoadedModel", "Source", "check_pair", "load", "resolve", "wired_limit"]
+__all__ = ["LoadedModel", "Source", "check_pair", "load", "load_pair", "resolve", "wired_limit"]
 
 _REPOSITORY = re.compile(r"(?=.{3,96}$)[\w.-]+/[\w.-]+", re.ASCII)
 _STEP_BYTES = 2**29
@@ -124,6 +124,18 @@ def load(source: Source | str | Path) -> LoadedModel:
     choose_compute_type(module, on_cpu=mx.default_device().type == mx.cpu, from_gguf=not source.path.is_dir())
     _evaluate(source.name, module)
     return LoadedModel(source.name, module, Tokenizer(tokenizer), config, checkpoint.context_length(config))
+
+
+def load_pair(
+    model: str | Path, draft: str | Path | Literal[False] | None
+) -> tuple[LoadedModel, LoadedModel | None, catalog.Entry | None]:
+    """A target, its draft or None, and what the catalogue says of the target, if it does. draft None is the
+    catalogue's draft for `model`, False none at all. Raises what `resolve` and `load` raise."""
+    source = resolve(model)
+    if draft is None and source.entry is not None:
+        draft = source.entry.draft
+    draft_source = None if draft is None or draft is False else resolve(draft)  # before the large one is read
+    return load(source), load(draft_source) if draft_source else None, source.entry
 
 
 def check_pair(target: LoadedModel, draft: LoadedModel) -> list[str]:

@@ -21,9 +21,10 @@ from directories import write_model
 
 import mlx_spec
 from mlx_spec.calibration import calibrations as calibration
-from mlx_spec.cli import console
+from mlx_spec.cli import console, tables
 from mlx_spec.cli.main import main
 from mlx_spec.cli.options import named_by_option
+from mlx_spec.cli.progress import progress
 from mlx_spec.decoding.engine import TokenLogprobs
 from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
 from mlx_spec.llm.completion import Chunk
@@ -568,20 +569,31 @@ class _Terminal(io.StringIO):
         return True
 
 
+_CLEARED = "\x1b[1A\x1b[2K"
+"""The line above, emptied."""
+
+
 def test_progress_is_drawn_on_a_terminal_and_clears_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    with console.loading("[model]", shown=True):
+    with progress("loading [model]"):
         pass
-    with console.prefill(shown=True) as (progress, end):
-        assert progress is not None
-        progress(1, 4)
-        progress(4, 4)
-        end()
+    for end in (4, 3):  # all done, and given up before
+        with progress() as tell:
+            assert terminal.getvalue().endswith(_CLEARED)
+            tell("reading the [prompt]", 1, 4)
+            assert "1/4" in terminal.getvalue().rpartition(_CLEARED)[2]
+            tell("reading the [prompt]", end, 4)
+            assert terminal.getvalue().endswith(_CLEARED) is (end == 4)
+        assert terminal.getvalue().endswith(_CLEARED)
     assert "loading [model]" in terminal.getvalue()
-    assert "reading the prompt" in terminal.getvalue()
+    assert "reading the [prompt]" in terminal.getvalue()
+    with pytest.raises(KeyboardInterrupt), progress("measuring"):
+        raise KeyboardInterrupt
+    assert terminal.getvalue().endswith(_CLEARED)
+    assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 4  # cursor hidden, shown
 
 
 def test_a_table_on_a_terminal_has_its_long_column_below(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,10 +601,10 @@ def test_a_table_on_a_terminal_has_its_long_column_below(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    console.show_table(["A", "B", "C"], [["one", "[2]", "target\ndraft"], ["three", "4", ""]])
+    tables.show_table(["A", "B", "C"], [["one", "[2]", "target\ndraft"], ["three", "4", ""]])
     plain = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
     assert plain == "A      B\none    [2]\n  target\n  draft\nthree  4\n"
-    assert console.plain_table(["A", "C"], [["one", "target\ndraft"]]) == "A    C\none  target + draft\n"
+    assert tables.aligned(["A", "C"], [["one", "target\ndraft"]]) == "A    C\none  target + draft\n"
 
 
 @pytest.mark.parametrize("reason", ["no terminal", "NO_COLOR", "dumb", "not shown"])
@@ -604,10 +616,13 @@ def test_nothing_is_drawn_otherwise(monkeypatch: pytest.MonkeyPatch, reason: str
     if reason == "NO_COLOR":
         monkeypatch.setenv("NO_COLOR", "1")
     shown = reason != "not shown"
-    with console.loading("model", shown=shown), console.prefill(shown=shown) as (progress, end):
-        assert progress is None
-        end()
+    with progress("model", shown=shown) as tell:
+        tell("reading", 1, 4)
     assert terminal.getvalue() == ""
+    with progress(shown=shown, instead="{total} things") as tell:
+        for done in range(5):
+            tell("reading", done, 4)
+    assert terminal.getvalue() == ("4 things\n" if shown else "")
 
 
 def test_a_terminal_of_another_encoding_gets_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from mlx_spec.errors import BadConfig, DoesNotFit
 from mlx_spec.kv import PAGE, pool
 from mlx_spec.llm import llm as runtime
 from mlx_spec.llm.llm import LLM
-from mlx_spec.loading import catalog
+from mlx_spec.loading import catalog, loader
 from mlx_spec.loading.loader import LoadedModel, Source
 from mlx_spec.loading.tokenizer import Tokenizer
 from mlx_spec.settings import KVConfig, Sampling, Speculation
@@ -129,8 +129,8 @@ def test_a_model_of_the_catalogue_is_kept_as_it_says(
     def read(source: Source) -> LoadedModel:
         return LoadedModel(source.name, tiny_module(1, vocab_size=272), tokenizers[1], {}, CONTEXT)
 
-    monkeypatch.setattr(runtime, "resolve", lambda name: Source(name, Path(), catalog.find(name)))
-    monkeypatch.setattr(runtime, "load_model", read)
+    monkeypatch.setattr(loader, "resolve", lambda name: Source(name, Path(), catalog.find(name)))
+    monkeypatch.setattr(loader, "load", read)
     llm = runtime.load(name, kv=kv)
     assert llm.kv == expected
     assert [each.int8 for each in pools_of(llm)] == [expected.storage == "int8", False]

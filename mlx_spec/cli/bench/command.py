@@ -5,27 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_spec.cli import console
-from mlx_spec.cli.loading import check_models, kv_config, load, note_no_draft
-from mlx_spec.cli.options import (
-    DraftOption,
-    DraftStorageOption,
-    ModelOption,
-    SinksOption,
-    StorageOption,
-    WindowOption,
-    number,
-    option,
-    whole,
-)
+from mlx_spec.cli import console, options
+from mlx_spec.cli.model_options import check_models, kv_config, load, note_no_draft
+from mlx_spec.cli.options import OUTPUT, option
 from mlx_spec.cli.outcome import Terminated, TracebackOption
+from mlx_spec.cli.progress import progress
 from mlx_spec.errors import BadConfig
 from mlx_spec.settings import MOST_DRAFT_TOKENS, KVConfig, Sampling
 
@@ -35,7 +25,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlx_spec")
 
-_PROMPTS, _RUNS, _OUTPUT = "Prompts", "Runs", "Output"
+_PROMPTS, _RUNS = "Prompts", "Runs"
 _TOKENS, _REPEATS, _K = 128, 1, 3
 HELP = (
     "Measure how fast each way of decoding is: plain, a fixed number of drafted tokens, a number chosen for each pass, "
@@ -53,8 +43,8 @@ def _kinds(text: str) -> list[str]:
 
 
 def bench(
-    model: ModelOption = None,
-    draft: DraftOption = None,
+    model: options.Model = None,
+    draft: options.Draft = None,
     prompts: Annotated[str | None, option(
         "--prompts", panel=_PROMPTS, metavar="FILE",
         help='Take the prompts of a file: JSON Lines, each a string or {"kind": "code", "prompt": "..."}. '
@@ -64,26 +54,26 @@ def bench(
         help="Only prompts of these kinds, such as code,edit. Built in are code, edit, json, summary, chat and "
         "reasoning. Default: all.")] = None,
     repeats: Annotated[int, option(
-        "--repeats", panel=_RUNS, metavar="N", parser=whole,
+        "--repeats", panel=_RUNS, metavar="N", parser=options.whole,
         help=f"How often each way decodes each prompt. Default: {_REPEATS}.")] = _REPEATS,
     max_tokens: Annotated[int, option(
-        "--max-tokens", "-n", panel=_RUNS, metavar="N", parser=whole,
+        "--max-tokens", "-n", panel=_RUNS, metavar="N", parser=options.whole,
         help=f"Tokens to answer each prompt with at most. Default: {_TOKENS}.")] = _TOKENS,
     temperature: Annotated[float | None, option(
-        "--temperature", "-t", panel=_RUNS, metavar="T", parser=number,
+        "--temperature", "-t", panel=_RUNS, metavar="T", parser=options.number,
         help="0 always takes the likeliest token; 1 follows the model's probabilities. Default: the model's own, "
         "else 0.")] = None,
     draft_tokens: Annotated[list[int] | None, option(
-        "--draft-tokens", "-k", panel=_RUNS, metavar="K", parser=whole,
+        "--draft-tokens", "-k", panel=_RUNS, metavar="K", parser=options.whole,
         help=f"Tokens drafted per pass in the fixed way; repeated, one way for each. Default: {_K}.")] = None,
-    storage: StorageOption = None,
-    draft_storage: DraftStorageOption = None,
-    window: WindowOption = None,
-    sinks: SinksOption = None,
+    storage: options.Storage = None,
+    draft_storage: options.DraftStorage = None,
+    window: options.Window = None,
+    sinks: options.Sinks = None,
     as_json: Annotated[bool, option(
-        "--json", panel=_OUTPUT, help="Write one JSON object, with every run, instead of tables.")] = False,
+        "--json", panel=OUTPUT, help="Write one JSON object, with every run, instead of tables.")] = False,
     plot: Annotated[str | None, option(
-        "--plot", panel=_OUTPUT, metavar="FILE",
+        "--plot", panel=OUTPUT, metavar="FILE",
         help="Draw speed and acceptance into a PNG file; needs matplotlib.")] = None,
     traceback: TracebackOption = False,
 ) -> None:
@@ -148,13 +138,13 @@ def _measured(
         bandwidth=measure_bandwidth(),
     )  # fmt: skip
     try:
-        with _progress() as progress:
-            ways, others = warm_up(llm, ways, sampling=settings, progress=progress)
+        with progress() as tell:
+            ways, others = warm_up(llm, ways, sampling=settings, progress=tell)
             report.planned_runs = repeats * len(prompts) * len(ways)
             if others:
                 _log.warning(f"left out, since they would not draft so here: {', '.join(way.name for way in others)}")
             runs = measure(llm, prompts, ways, repeats=repeats, max_tokens=max_tokens, sampling=settings,
-                           progress=progress)  # fmt: skip
+                           progress=tell)  # fmt: skip
             for run in runs:
                 report.runs.append(run)
     except (KeyboardInterrupt, Terminated, Exception) as error:
@@ -206,20 +196,3 @@ def _said_once() -> Iterator[None]:
         yield
     finally:
         _log.removeFilter(is_new)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
-    """What to call with (what comes next, done, total); None where stderr is no terminal. The bar clears itself."""
-    if console.is_plain(sys.stderr):
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(),
-                   TextColumn("{task.description}", markup=False),
-                   console=Console(stderr=True, highlight=False), transient=True)  # fmt: skip
-    task = bar.add_task("", total=None)
-    with bar:
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total, refresh=True)

@@ -8,13 +8,14 @@ none starts warm because the same prompt was read before; and reading the prompt
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from mlx_spec.cli.bench.prompts import WARM_UP, BenchPrompt
+from mlx_spec.cli.progress import Progress, untold
 from mlx_spec.errors import MLXSpecError
 from mlx_spec.llm.statistics import Statistics
 from mlx_spec.settings import Sampling, Speculation
@@ -51,10 +52,6 @@ class Run:
         return about | self.statistics.as_dict()
 
 
-Progress = Callable[[str, int, int], None]
-"""Is told what comes next, and how many of how many generations are done."""
-
-
 def ways_of(llm: LLM, draft_tokens: Sequence[int]) -> list[Way]:
     """Plain decoding, each fixed K, K chosen by the schedule, lookup, and both drafters; without a draft model plain
     and lookup only. What is not said here, such as the verification, is the model's own."""
@@ -79,16 +76,15 @@ def check_prompts(llm: LLM, prompts: Sequence[BenchPrompt], max_tokens: int) -> 
 
 
 def warm_up(
-    llm: LLM, ways: Sequence[Way], *, sampling: Sampling, progress: Progress | None = None
+    llm: LLM, ways: Sequence[Way], *, sampling: Sampling, progress: Progress = untold
 ) -> tuple[list[Way], list[Way]]:
     """Every way decodes a few tokens of another text, not measured: weights are touched, kernels compiled, and the
     machine's pass costs are known. Gives the ways that are what they are called, and those that are not: where a model
     cannot take tokens back, nothing is drafted, or by lookup alone, which would be measured twice under two names."""
-    told: Progress = progress or (lambda what, done, total: None)
     real: list[Way] = []
     others: list[Way] = []
     for done, way in enumerate(ways):
-        told(f"warming up, {way.name}", done, len(ways))
+        progress(f"warming up, {way.name}", done, len(ways))
         completion = llm.generate(
             WARM_UP, sampling=dataclasses.replace(sampling, seed=0), speculation=way.speculation,
             max_tokens=_WARM_UP_TOKENS,
@@ -105,11 +101,10 @@ def measure(
     repeats: int,
     max_tokens: int,
     sampling: Sampling,
-    progress: Progress | None = None,
+    progress: Progress = untold,
 ) -> Iterator[Run]:
     """Each run as it is done, so that a caller who is interrupted has those before it. Ways are to be warm; seeds are
     equal for all ways of a repeat."""
-    told: Progress = progress or (lambda what, done, total: None)
     total = repeats * len(prompts) * len(ways)
     done = 0
     for repeat in range(repeats):
@@ -117,11 +112,11 @@ def measure(
         for index, prompt in enumerate(prompts, repeat * len(prompts)):
             first = index % len(ways)
             for way in (*ways[first:], *ways[:first]):
-                told(f"{prompt.name}, {way.name}", done, total)
+                progress(f"{prompt.name}, {way.name}", done, total)
                 mx.synchronize()  # a pass that plain decoding left behind is not for the next way to wait for
                 completion = llm.generate(
                     prompt.text, sampling=seeded, speculation=way.speculation, max_tokens=max_tokens
                 )
                 done += 1
                 yield Run(prompt.kind, prompt.name, repeat, way.name, completion.statistics)
-    told("done", total, total)
+    progress("done", total, total)

@@ -1,37 +1,21 @@
-"""How a benchmark's report is shown: tables drawn by rich on a terminal, aligned text elsewhere. Measures nothing."""
+"""Which tables show a benchmark's report, and what stands in them. Measures nothing; draws nothing itself."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
-from mlx_spec.cli import console
 from mlx_spec.cli.bench.figures import Spread, WayFigures
 from mlx_spec.cli.bench.report import Report
 from mlx_spec.cli.bench.runs import AUTO, HYBRID, LOOKUP, PLAIN
+from mlx_spec.cli.tables import Table, show_figures
 
 _POSITIONS = 8
 """Columns of drafted tokens; more do not fit beside one another."""
 
 
-@dataclass(frozen=True)
-class Table:
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    """The first cell names the row."""
-    notes: Sequence[str] = ()
-
-
 def show(report: Report) -> None:
     """Writes the report to stdout."""
-    tables = list(tables_of(report, report.figures()))
-    if console.is_plain(sys.stdout):
-        console.write("\n".join(_as_text(table) for table in tables))
-    else:
-        console.write(_drawn(tables))
+    show_figures(list(tables_of(report, report.figures())))
 
 
 def tables_of(report: Report, figures: Sequence[WayFigures]) -> Iterator[Table]:
@@ -99,44 +83,6 @@ def _notes(report: Report, figures: Sequence[WayFigures]) -> list[str]:
     if spreads:
         notes.append(f"Repeats of one prompt lie {max(spreads):.0%} apart: the median of the way that varies most.")
     return notes
-
-
-def _as_text(table: Table) -> str:
-    widths = [max(len(line[index]) for line in (table.columns, *table.rows)) for index in range(len(table.columns))]
-    aligned = [
-        [cell.rjust(width) if index else cell for index, (cell, width) in enumerate(zip(line, widths, strict=True))]
-        for line in (table.columns, *table.rows)
-    ]
-    notes = "".join(f"{console.wrapped(note)}\n" for note in table.notes)
-    return f"{_title(table)}\n{console.plain_table(aligned[0], aligned[1:])}{notes}"
-
-
-def _title(table: Table) -> str:
-    return "\n".join(console.wrapped(line) for line in table.title.splitlines())
-
-
-def _drawn(tables: Sequence[Table]) -> str:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table as Drawn
-    from rich.text import Text
-
-    # In a narrow window the terminal breaks lines; rich would cut figures off.
-    screen = Console(highlight=False, width=max(shutil.get_terminal_size().columns, 120))
-    with screen.capture() as captured:
-        for table in tables:
-            drawn = Drawn(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
-            for index, column in enumerate(table.columns):
-                drawn.add_column(Text(column), justify="right" if index else "left", no_wrap=True)
-            for row in table.rows:
-                drawn.add_row(*(Text(cell) for cell in row))
-            screen.print(Text(_title(table), "bold"))
-            screen.print(drawn)
-            for note in table.notes:
-                screen.print(Text(console.wrapped(note), "dim"))
-            if table.notes:
-                screen.print()
-    return captured.get()
 
 
 def _middle(spread: Spread | None) -> float | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from mlx_spec.cli import console
+from mlx_spec.cli.progress import progress
 from mlx_spec.errors import BadConfig
 from mlx_spec.settings import KVConfig, Speculation
 
@@ -27,15 +28,15 @@ def check_models(model: str | None, draft: str | None) -> str:
     return model
 
 
-def draft_wanted(model: str, draft: str | None, given: Mapping[str, Any]) -> str | None:
+def draft_wanted(model: str, draft: str | None, ahead: Mapping[str, Any]) -> str | None:
     """The draft to load, none where drafts come from elsewhere or nowhere: that spares its memory.
 
-    given: the options of `Speculation`, which stand before the model's own.
+    ahead: the options of `Speculation`, which stand before the model's own.
     """
     from mlx_spec.loading import catalog
 
     entry = catalog.find(model)
-    speculation = dataclasses.replace(entry.speculation if entry else Speculation(), **given)
+    speculation = dataclasses.replace(entry.speculation if entry else Speculation(), **ahead)
     if not speculation.plain and speculation.drafter != "lookup":
         return draft
     if draft not in (None, "none"):
@@ -49,26 +50,39 @@ def load(model: str, draft: str | None, kv: KVConfig, *, quiet: bool = False) ->
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
-    # A download draws its own bars, which a spinner would garble.
-    names = [model] if draft is None or draft == "none" else [model, draft]
-    with console.loading(model, shown=not quiet and all(is_here(name) for name in names)):
+    with loading(model, draft, shown=not quiet) as wanted:
         import mlx_spec
 
-        return mlx_spec.load(model, draft=False if draft == "none" else draft, kv=kv)
+        return mlx_spec.load(model, draft=wanted, kv=kv)
 
 
-def kv_config(model: str | None, **given: Any) -> KVConfig:
+@contextlib.contextmanager
+def loading(model: str, draft: str | None, *, shown: bool = True) -> Iterator[str | Literal[False] | None]:
+    """The draft as the runtime is to be told of it, and while it loads a spinner; none where something is downloaded,
+    which draws bars of its own."""
+    wanted: str | Literal[False] | None = False if draft == "none" else draft
+    here = _is_here(model) and (not wanted or _is_here(wanted))
+    with progress(f"loading {model}", shown=shown and here):
+        yield wanted
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Those that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def kv_config(model: str | None, **options: Any) -> KVConfig:
     """The model's own way to keep keys and values, changed by the options that were given."""
     from mlx_spec.loading import catalog
 
     entry = catalog.find(model) if model else None
     own = entry.kv if entry else KVConfig()
-    given = {name: value for name, value in given.items() if value is not None}
-    if given.get("window", own.window or "none") == "none":
-        if "sinks" in given:
+    changes = given(**options)
+    if changes.get("window", own.window or "none") == "none":
+        if "sinks" in changes:
             raise BadConfig("--sinks says what stays visible beside a window; give --window N, such as --window 4096.")
-        given |= {"window": None, "sinks": None}
-    return dataclasses.replace(own, **given)
+        changes |= {"window": None, "sinks": None}
+    return dataclasses.replace(own, **changes)
 
 
 def note_no_draft(options: Mapping[str, object]) -> None:
@@ -78,8 +92,8 @@ def note_no_draft(options: Mapping[str, object]) -> None:
             _log.warning(f"no draft model is loaded, so {name} does nothing; name one with --draft")
 
 
-def is_here(name: str) -> bool:
-    """Whether nothing of `name` needs to be downloaded, which would draw its own bars."""
+def _is_here(name: str) -> bool:
+    """Whether nothing of `name` needs to be downloaded."""
     from mlx_spec.loading import catalog, hub
 
     entry = catalog.find(name)
