@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 from directories import write_model
+from fake_answers import FIGURES, FakeLLM, fake_load
 
 import mlx_spec
 from mlx_spec.calibration import calibrations as calibration
@@ -25,79 +24,10 @@ from mlx_spec.cli import console, tables
 from mlx_spec.cli.main import main
 from mlx_spec.cli.options import named_by_option
 from mlx_spec.cli.progress import progress
-from mlx_spec.decoding.engine import TokenLogprobs
-from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
+from mlx_spec.errors import BadConfig
 from mlx_spec.llm.completion import Chunk
-from mlx_spec.llm.statistics import Drafted, Statistics
+from mlx_spec.llm.statistics import Drafted
 from mlx_spec.settings import KVConfig, Sampling, Speculation
-
-FIGURES = Statistics(prompt_tokens=7, completion_tokens=3, target_passes=2, drafted=4, accepted=1, drafter="model",
-                     draft_tokens=2, verification="block", by_drafter={"model": Drafted(2, 4, 1)},
-                     passes_by_draft_tokens={2: 2}, accepted_by_position=[(2, 1), (1, 0)], parked_passes=0,
-                     prefill_seconds=0.5, calibration_seconds=0.0, decode_seconds=2.0, kv_bytes=1024,
-                     peak_memory_bytes=2_000_000_000, seed=11)
-WORDS = {"endless": ["word "] * 100_000, "newline": ["a\n"], "nothing": [""]}
-LOAD_ERRORS = {
-    "absent": ModelNotFound("no model 'absent'; see\nmlx-spec models"), "pair": IncompatiblePair("other ids"),
-    "large": DoesNotFit("too large"), "other": MLXSpecError("not you"), "bad": BadConfig("bad file"),
-    "crash": ZeroDivisionError(), "disk": OSError(5, "Input/output error"),
-}
-
-
-class FakeTokenizer:
-    def token_text(self, token: int) -> str:
-        return f"<{token}>"
-
-
-class FakeLLM:
-    """Follows the runtime's contract; the model's name says how it behaves."""
-
-    def __init__(self, name: str, draft: str | bool | None, kv: KVConfig | None) -> None:
-        self.name, self.kv = name, kv
-        self.draft_name = "small" if draft is None else draft or None
-        self.tokenizer = FakeTokenizer()
-        self.sampling = Sampling(temperature=0.6, top_p=0.9)
-        self.speculation = Speculation(draft_tokens=2)
-        self.calls: list[dict[str, Any]] = []
-        self.closed = False
-
-    def stream(self, prompt: Any, **arguments: Any) -> Iterator[Chunk]:
-        self.calls.append({"prompt": prompt, **arguments})
-        return self._chunks(arguments["prefill_progress"], arguments["sampling"].top_logprobs)
-
-    def _chunks(self, progress: Callable[[int, int], None] | None, top: int | None) -> Iterator[Chunk]:
-        try:
-            if progress:
-                progress(0, 7)
-                progress(7, 7)
-            if self.name == "hang-prefill":
-                _hang()
-            if self.name == "broken":
-                raise RuntimeError("first line\nsecond line")
-            if self.name == "noted":
-                logging.getLogger("mlx_spec").warning("speculation is off")
-            for index, word in enumerate(WORDS.get(self.name, ["Grüße", " ", "you"])):
-                likeliest = [(index, -0.5), (9, -float("inf"))]
-                logprobs = None if top is None else [TokenLogprobs(index, -0.5, likeliest)]
-                yield Chunk(word, [index], logprobs, None, None)
-                if self.name == "hang-decode" and index == 1:
-                    _hang()
-            yield Chunk("", [99], None if top is None else [], "stop", FIGURES)
-        finally:
-            self.closed = True
-
-
-def _hang() -> None:
-    print("ready", file=sys.stderr, flush=True)
-    time.sleep(60)
-
-
-def fake_load(model: str, draft: str | bool | None = None, kv: KVConfig | None = None) -> FakeLLM:
-    if model in LOAD_ERRORS:
-        raise LOAD_ERRORS[model]
-    if model == "hang-load":
-        _hang()
-    return FakeLLM(model, draft, kv)
 
 
 @pytest.fixture
@@ -718,7 +648,12 @@ def test_lookup_on_an_empty_prompt(
 
 # A process of its own: signals, pipes, disks
 
-_PROGRAM = "import test_cli, mlx_spec; mlx_spec.load = test_cli.fake_load; test_cli.main()"
+_PROGRAM = """
+import fake_answers, mlx_spec
+from mlx_spec.cli.main import main
+mlx_spec.load = fake_answers.fake_load
+main()
+"""
 
 
 def _start(
@@ -801,14 +736,23 @@ def test_a_closed_stderr_costs_no_answer() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["generate", "-m", "fake", "--json", "x"], ["models", "--json"]])
-def test_json_is_whole_in_any_encoding(arguments: list[str]) -> None:
+@pytest.mark.usefixtures("llms")
+def test_json_is_whole_in_any_encoding(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     answers = []
     for encoding in ("utf-8", "ascii", "latin-1"):
-        process = _start(*arguments, environment={"PYTHONIOENCODING": encoding})
-        answers.append(json.loads(process.communicate(timeout=60)[0].decode(encoding)))
+        data = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding=encoding))
+        with pytest.raises(SystemExit):
+            main(arguments)
+        answers.append(json.loads(data.getvalue().decode(encoding)))
     assert answers[0] == answers[1] == answers[2]
     if arguments[0] == "generate":
         assert answers[0]["text"] == "Grüße you"
+
+
+def test_json_from_a_process_of_another_encoding() -> None:
+    process = _start("generate", "-m", "fake", "--json", "x", environment={"PYTHONIOENCODING": "latin-1"})
+    assert json.loads(process.communicate(timeout=60)[0].decode("latin-1"))["text"] == "Grüße you"
 
 
 @pytest.mark.parametrize("module", ["typer", "mlx_spec.cli.generate", "mlx_spec.settings"])
