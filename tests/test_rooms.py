@@ -73,3 +73,8 @@ def test_a_room_says_what_it_knows(folder: Path) -> None:
 )
 def test_offenders_are_found(room: str, line: str, offends: bool) -> None:
     assert bool(offences(room, line)) is offends
+
+
+def test_the_figure_names_the_rooms_in_their_order() -> None:
+    figure = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## The rooms")[1].split("```")[1]
+    assert [line.split()[0] for line in figure.splitlines() if line.split()][: len(ROOMS)] == list(ROOMS)
