@@ -30,8 +30,10 @@ def test_wheel_holds_models_types_and_every_module(wheel: zipfile.ZipFile) -> No
         tracked = {f"mlx_spec/{file.relative_to(ROOT)}" for file in (ROOT / folder).iterdir()}
         assert tracked
         assert tracked <= names
-    modules = {str(file.relative_to(ROOT)) for file in (ROOT / "mlx_spec").rglob("*.py")}
-    assert modules <= names
+    for kind in ("*.py", "*.txt"):  # modules, and the prompts of the benchmark
+        files = {str(file.relative_to(ROOT)) for file in (ROOT / "mlx_spec").rglob(kind)}
+        assert files
+        assert files <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 

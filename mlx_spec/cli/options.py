@@ -3,9 +3,8 @@ no command."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -16,50 +15,44 @@ from mlx_spec.settings import DEFAULT_SINKS
 UNLIMITED = -1
 
 
-def whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+_Value = TypeVar("_Value")
 
 
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number") from None
+def _reader(read: Callable[[str], _Value], complaint: str) -> Callable[[str], _Value]:
+    """`read`, whose ValueErrors become a mistake in the call."""
+
+    def parse(text: str) -> _Value:
+        try:
+            return read(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is {complaint}") from None
+
+    return parse
 
 
-def token_limit(text: str) -> int:
-    """A number of tokens, or UNLIMITED for the word."""
+def _limit(text: str) -> int:
     if text == "unlimited":
         return UNLIMITED
-    with contextlib.suppress(ValueError):
-        if (limit := int(text)) >= 0:
-            return limit
-    raise typer.BadParameter(f"{text!r} is neither a whole number of 0 or more nor 'unlimited'")
+    if (limit := int(text)) < 0:
+        raise ValueError
+    return limit
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    return int(token), float(value)
+
+
+whole = _reader(int, "not a whole number")
+number = _reader(float, "not a number")
+token_limit = _reader(_limit, "neither a whole number of 0 or more nor 'unlimited'")
+"""A number of tokens, or UNLIMITED for the word."""
+bias = _reader(_bias, "not TOKEN=VALUE, such as 1234=-5")
+"""Token id and what is added to its logit."""
 
 
 def whole_or(word: str) -> Callable[[str], int | str]:
-    """Reads a whole number, or `word`."""
-
-    def read(text: str) -> int | str:
-        if text == word:
-            return text
-        with contextlib.suppress(ValueError):
-            return int(text)
-        raise typer.BadParameter(f"{text!r} is neither a whole number nor {word!r}")
-
-    return read
-
-
-def bias(text: str) -> tuple[int, float]:
-    """Token id and what is added to its logit."""
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not TOKEN=VALUE, such as 1234=-5") from None
+    return _reader(lambda text: text if text == word else int(text), f"neither a whole number nor {word!r}")
 
 
 # Options that are not called as the field of the configuration that they set.

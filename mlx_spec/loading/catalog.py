@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_spec.errors import BadConfig
 from mlx_spec.resources import folder
@@ -22,6 +22,8 @@ from mlx_spec.settings import KVConfig, Sampling, Speculation
 _MEMORY_SIZES = (8, 16, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)
 # Room for the KV cache of some thousand tokens and for the activations of a prefill chunk.
 _WORKING_BYTES = 2 * 10**9
+
+_Settings = TypeVar("_Settings", Sampling, Speculation, KVConfig)
 
 
 @dataclass(frozen=True)
@@ -113,33 +115,22 @@ def _read(file: Path) -> Entry:
         raise BadConfig(f"{file}: not valid TOML: {error}. Mend or remove the file.") from error
     table = _Table(file, "", values)
     table.only(("summary", "context_length", "target", "draft", "sampling", "speculation", "template", "kv"))
-    adjustable = [f.name for f in dataclasses.fields(Sampling)
-                  if f.name not in ("logit_bias", "seed", "top_logprobs")]
-    sampling = table.table("sampling").numbers(Sampling, adjustable)
-    speculation = table.table("speculation")
-    speculation.only([f.name for f in dataclasses.fields(Speculation)])
-    template = table.table("template").values
-    for key, value in template.items():
+    sampling, speculation, kv, template = (
+        table.table(key) for key in ("sampling", "speculation", "kv", "template"))
+    for key, value in template.values.items():
         if not isinstance(value, bool | int | float | str):
-            raise table.table("template").wrong(key, value, "true, false, a number or a string")
-    kv = table.table("kv")
-    kv.only([f.name for f in dataclasses.fields(KVConfig)])
-    try:
-        checked_sampling, checked_speculation = Sampling(**sampling), Speculation(**speculation.values)
-        checked_kv = KVConfig(**kv.values)
-    except BadConfig as error:
-        raise BadConfig(f"{file}: {error}") from error
+            raise template.wrong(key, value, "true, false, a number or a string")
     return Entry(
         name=file.stem,
         summary=table.text("summary"),
         context_length=table.whole("context_length"),
         target_weights=_weights(table.table("target")),
         draft_weights=_weights(table.table("draft")) if "draft" in values else None,
-        sampling=checked_sampling,
-        speculation=checked_speculation,
-        kv=checked_kv,
-        defaults=MappingProxyType({**sampling, **speculation.values, **kv.values}),
-        template=MappingProxyType(template),
+        sampling=sampling.settings(Sampling, without=("logit_bias", "seed", "top_logprobs")),
+        speculation=speculation.settings(Speculation),
+        kv=kv.settings(KVConfig),
+        defaults=MappingProxyType(sampling.values | speculation.values | kv.values),
+        template=MappingProxyType(template.values),
     )
 
 
@@ -187,15 +178,13 @@ class _Table:
             raise self.wrong(key, value, "a whole number above 0")
         return value
 
-    def numbers(self, kind: type, known: list[str]) -> dict[str, Any]:
-        """The values as arguments for the dataclass `kind`: it checks their ranges, this only their types."""
-        self.only(known)
-        defaults = {f.name: f.default for f in dataclasses.fields(kind)}
-        for key, value in self.values.items():
-            whole = isinstance(defaults[key], int)
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-                raise self.wrong(key, value, "a whole number" if whole else "a number")
-        return dict(self.values)
+    def settings(self, kind: type[_Settings], without: Collection[str] = ()) -> _Settings:
+        """The values as a `kind`, which checks them itself, but for the fields that a definition may not set."""
+        self.only([field.name for field in dataclasses.fields(kind) if field.name not in without])
+        try:
+            return kind(**self.values)
+        except BadConfig as error:
+            raise BadConfig(f"{self.file}: {self.name}.{error}") from error
 
     def _get(self, key: str) -> Any:
         if key not in self.values:

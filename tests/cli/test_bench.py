@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +306,7 @@ def test_answers_of_nothing_divide_by_nothing() -> None:
     for seconds in (0.0, 1.0):
         runs = [run_of(way, tokens=0, passes=0, seconds=seconds) for way in ("plain", "auto")]
         for figures in figures_of(runs, 1, 1):
-            shown = figures.as_dict()
+            shown = asdict(figures)
             assert [shown[name] for name in ("tokens_per_second", "ratio_to_plain", "tokens_per_pass", "parked",
                                              "acceptance_rate", "repeat_spread")] == [None] * 6  # fmt: skip
     assert figures_of([], 1, 1) == []

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import exp, log
 from statistics import median
-from typing import Any
 
 from mlx_spec.cli.bench.runs import PLAIN, Run
 
@@ -51,9 +50,6 @@ class WayFigures:
     weights_read_per_second: float | None
     """Bytes: the target's weights for each of its passes and the draft's for each token it drafted, by decoding time.
     Passes in which the draft only catches up are not in it; None for a mixture of experts."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def figures_of(runs: Sequence[Run], target_bytes: int | None, draft_bytes: int | None) -> list[WayFigures]:

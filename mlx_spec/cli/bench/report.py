@@ -56,26 +56,14 @@ class Report:
 
     def as_dict(self, machine: dict[str, Any]) -> dict[str, Any]:
         """For JSON. machine: what the figures belong to."""
-        target, draft = self.bytes_per_pass
-        return {
+        described = dataclasses.asdict(self)
+        return described | {
             "complete": self.complete,
-            "model": self.model,
-            "draft": self.draft,
-            "sampling": dataclasses.asdict(self.sampling),
-            "kv": dataclasses.asdict(self.kv),
-            "max_tokens": self.max_tokens,
-            "repeats": self.repeats,
-            "prompts": self.prompts,
-            "planned_runs": self.planned_runs,
             "machine": machine,
-            "bytes_per_pass": {"target": target, "draft": draft},
-            "bandwidth": {
-                "bytes_per_second": self.bandwidth.bytes_per_second,
-                "array_bytes": self.bandwidth.array_bytes,
-                "how": self.bandwidth.how,
-            },
+            "bytes_per_pass": dict(zip(("target", "draft"), self.bytes_per_pass, strict=True)),
+            "bandwidth": described["bandwidth"] | {"how": self.bandwidth.how},
             "ways": [
-                figures.as_dict() | {"share_of_bandwidth": self.share_of_bandwidth(figures)}
+                dataclasses.asdict(figures) | {"share_of_bandwidth": self.share_of_bandwidth(figures)}
                 for figures in self.figures()
             ],
             "runs": [run.as_dict() for run in self.runs],
