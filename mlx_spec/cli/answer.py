@@ -47,21 +47,16 @@ def write_json(chunks: Iterator[Chunk], llm: LLM) -> Statistics:
         "model": llm.name,
         "draft": llm.draft_name,
     }
+
+    def described(token: int, logprob: float) -> dict[str, Any]:
+        # JSON has no infinities, which forbidden tokens have.
+        return {"token": token, "text": llm.tokenizer.token_text(token),
+                "logprob": logprob if math.isfinite(logprob) else None}  # fmt: skip
+
     if last.logprobs is not None:
         answer["logprobs"] = [
-            {"token": entry.token, "text": llm.tokenizer.token_text(entry.token), "logprob": entry.logprob,
-             "top": [{"token": token, "text": llm.tokenizer.token_text(token), "logprob": logprob}
-                     for token, logprob in entry.top]}
+            described(entry.token, entry.logprob) | {"top": [described(*likely) for likely in entry.top]}
             for part in parts for entry in part.logprobs or ()
-        ]
-    console.write_json(_without_infinities(answer))
+        ]  # fmt: skip
+    console.write_json(answer)
     return last.statistics
-
-
-def _without_infinities(value: Any) -> Any:
-    """JSON has no infinities: the log-probability of a forbidden token becomes null."""
-    if isinstance(value, dict):
-        return {key: _without_infinities(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_infinities(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

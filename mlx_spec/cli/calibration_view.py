@@ -3,6 +3,7 @@ calibrations and text; measures nothing."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -172,10 +173,8 @@ def _show_curve(measured: Sequence[Calibration]) -> None:
     with drawn.capture() as captured:
         for line in lines:
             text = Text(line)
-            for column, character in enumerate(line):
-                marks = character in _MARKS[: len(measured)] and (column < 1 or line[column - 1] == " ")
-                if marks and (column + 1 == len(line) or line[column + 1] == " "):
-                    text.stylize(f"bold {_STYLES[_MARKS.index(character)]}", column, column + 1)
+            for mark in re.finditer(rf"(?<!\S)[{re.escape(_MARKS[: len(measured)])}](?!\S)", line):
+                text.stylize(f"bold {_STYLES[_MARKS.index(mark[0])]}", *mark.span())
             drawn.print(text, soft_wrap=True)
     console.write(captured.get())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -88,9 +89,7 @@ def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
 
 def _kernels(found: Diagnosis) -> list[list[str]]:
     """A row per kernel and result, and one for each variant that failed."""
-    counts: dict[tuple[str, str], int] = {}
-    for kernel in found.kernels:
-        counts[kernel.kernel, kernel.result] = counts.get((kernel.kernel, kernel.result), 0) + 1
+    counts = Counter((kernel.kernel, kernel.result) for kernel in found.kernels)
     rows = [[name, str(count), result, ""] for (name, result), count in counts.items()]
     return rows + [[k.variant, "1", k.result, k.error or ""] for k in found.kernels if k.result == "failed"]
 

@@ -67,8 +67,7 @@ def generate(
         help="End at this token id; may be repeated.")] = None,
     temperature: Annotated[float | None, option(
         "--temperature", "-t", panel=_CHOICE, metavar="T", parser=options.number,
-        help="0 always takes the likeliest token; 1 follows the model's probabilities; "
-        "more is wilder.")] = None,
+        help="0 always takes the likeliest token; 1 follows the model's probabilities; more is wilder.")] = None,
     top_k: Annotated[int | None, option(
         "--top-k", panel=_CHOICE, metavar="K", parser=options.whole,
         help="Choose among the K likeliest tokens; 0 among all.")] = None,
@@ -77,8 +76,7 @@ def generate(
         help="Choose among the fewest tokens that together have this probability; 1 among all.")] = None,
     min_p: Annotated[float | None, option(
         "--min-p", panel=_CHOICE, metavar="P", parser=options.number,
-        help="Leave out tokens below this fraction of the likeliest one's probability; "
-        "0 leaves none out.")] = None,
+        help="Leave out tokens below this fraction of the likeliest one's probability; 0 leaves none out.")] = None,
     logit_bias: Annotated[list[Any] | None, option(
         "--logit-bias", panel=_CHOICE, metavar="TOKEN=VALUE", parser=options.bias,
         help="Add VALUE to the logit of a token id, -inf forbids it; may be repeated.")] = None,

@@ -97,8 +97,8 @@ def _is_here(name: str) -> bool:
     from mlx_spec.loading import catalog, hub
 
     entry = catalog.find(name)
-    sources = [name] if entry is None else [entry.target, *([entry.draft] if entry.draft else [])]
+    sources = [name] if entry is None else [entry.target, entry.draft]
     try:
-        return all(Path(source).exists() or hub.is_local(source) for source in sources)
+        return all(Path(source).exists() or hub.is_local(source) for source in sources if source)
     except (OSError, ValueError):  # no path at all, as loading it will say
         return False

@@ -56,11 +56,9 @@ def _as_dict(entry: Entry) -> dict[str, Any]:
 
 def _row(entry: Entry) -> list[str]:
     target_here, draft_here = _here(entry)
-    if draft_here is None:
-        here = "yes" if target_here else "no"
-    else:
-        here = {(True, True): "yes", (True, False): "target", (False, True): "draft"}.get(
-            (target_here, draft_here), "no")
+    here = "no"
+    if target_here or draft_here:
+        here = "yes" if target_here and draft_here is not False else "target" if target_here else "draft"
     length = entry.context_length
     context = f"{length // 1024}k" if length >= 1024 else str(length)
     pair = "\n".join(filter(None, (entry.target, entry.draft)))

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_spec.cli import console
-from mlx_spec.cli.options import named_by_option
+from mlx_spec.cli.options import OUTPUT, named_by_option
 from mlx_spec.errors import BadConfig, DoesNotFit, IncompatiblePair, MLXSpecError, ModelNotFound
 
 FAILURE, MISTAKE, INTERRUPTED, CLOSED_PIPE, TERMINATED = 1, 2, 130, 141, 143
@@ -60,11 +60,9 @@ def _remember(context: typer.Context, wanted: bool) -> bool:
     return wanted
 
 
-TracebackOption = Annotated[
-    bool,
-    typer.Option("--traceback", is_eager=True, callback=_remember, rich_help_panel="Output", metavar="",
-                 help="When something fails, show where in the program; for a bug report."),
-]
+TracebackOption = Annotated[bool, typer.Option(
+    "--traceback", is_eager=True, callback=_remember, rich_help_panel=OUTPUT, metavar="",
+    help="When something fails, show where in the program; for a bug report.")]
 
 
 def exit_code(error: BaseException, outcome: Outcome) -> int:
@@ -74,7 +72,6 @@ def exit_code(error: BaseException, outcome: Outcome) -> int:
         # A second Ctrl-C from here on ends the program at once, without a traceback.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if code == INTERRUPTED:
         with contextlib.suppress(console.ClosedPipeError, console.OutputError):
             console.leave_interrupted_line()
     if outcome.traceback and code in (FAILURE, MISTAKE):

@@ -24,7 +24,7 @@ def read_prompt(arguments: Sequence[str], file: str | None) -> str:
         raise BadConfig(f"two prompts given, {arguments[0]!r} and --prompt-file {file!r}; give one of them.")
     if file is not None:
         name = "stdin" if file == "-" else f"prompt file {file!r}"
-        text = _decode(_read_stdin() if file == "-" else _read_file(file), name)
+        text = _decode(_read_stdin() if file == "-" else read_file(file, name, "--prompt-file"), name)
     elif not arguments:
         raise BadConfig(f"no prompt; {_WAYS}.")
     elif arguments[0] == "-":
@@ -45,12 +45,13 @@ def check_utf8(text: str, name: str) -> None:
         raise BadConfig(f"{name} is not UTF-8 at character {error.start}; set the terminal to it.") from error
 
 
-def _read_file(file: str) -> bytes:
+def read_file(file: str, name: str, option: str) -> bytes:
+    """Raises BadConfig, calling the file `name`, where `option` names none that can be read."""
     try:
         return Path(file).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise BadConfig(f"cannot read prompt file {file!r}: {reason}; check --prompt-file.") from error
+        raise BadConfig(f"cannot read {name}: {reason}; check {option}.") from error
 
 
 def _read_stdin() -> bytes:

@@ -63,8 +63,7 @@ def compare_tokenizers(
                       min(len(ours), len(theirs)))
             raise IncompatiblePair(
                 f"{refusal}they split the same text differently: in {text[:24]!r}..., token {at + 1} "
-                f"is {_here(target, ours, at)} for the target and {_here(draft, theirs, at)} for the draft. "
-                f"{step}"
+                f"is {_here(target, ours, at)} for the target and {_here(draft, theirs, at)} for the draft. {step}"
             )
     warnings = []
     if differing:

@@ -38,7 +38,7 @@ class Tokenizer:
         # Asked of decode() itself: the list of special tokens and what decode() skips may differ.
         named = {*wrapper.all_special_ids, *wrapper.added_tokens_decoder}
         self._skipped = frozenset(
-            token for token in named if not self.decode([token]) and self._decode_all([token])
+            token for token in named if not self.decode([token]) and self._decode([token], skip=False)
         )
         self._start = self._start_tokens("a")
         self._told_of_folding = False
@@ -55,11 +55,7 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of `tokens`: special tokens skipped, spaces as they are, broken UTF-8 as U+FFFD."""
-        return str(
-            self._wrapper.decode(
-                [int(token) for token in tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        return self._decode([int(token) for token in tokens], skip=True)
 
     def chat(self, messages: Sequence[Mapping[str, str]], **template_arguments: Any) -> list[int]:
         """Ids of a conversation through the chat template, up to where the model is to answer.
@@ -71,22 +67,14 @@ class Tokenizer:
         checked = _checked(messages)
         if not self.has_chat_template:
             raise BadConfig("the model has no chat template; leave --system out, and give a text, not messages.")
-        rendered: str | None = None
         folded = False
-        failure: Exception | None = None
-        try:
-            rendered = self._render(checked, template_arguments)
-        except Exception as error:  # a template is a program: it may raise anything
-            failure = error
+        rendered, failure = self._try_to_render(checked, template_arguments)
         if any(message["role"] == "system" for message in checked) and (
             rendered is None or self._drops(checked, "system", template_arguments)
         ):
             checked, folded = _fold_system(checked), True
-            try:
-                rendered = self._render(checked, template_arguments)
-            except Exception as error:
-                failure = failure or error
-                rendered = None
+            rendered, second = self._try_to_render(checked, template_arguments)
+            failure = failure or second
         if rendered is None:
             reason = " ".join(str(failure).split()) or type(failure).__name__
             raise BadConfig(
@@ -108,15 +96,14 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """Text of one token inside a text: its leading space kept, special tokens by name."""
         anchor = self._encode_plain("a")[-1:]
-        return self._decode_all([*anchor, int(token)])[len(self._decode_all(anchor)) :]
+        return self._decode([*anchor, int(token)], skip=False)[len(self._decode(anchor, skip=False)) :]
 
     def _encode_plain(self, text: str) -> list[int]:
         return list(self._wrapper.encode(text, add_special_tokens=False))
 
-    def _decode_all(self, tokens: list[int]) -> str:
-        return str(
-            self._wrapper.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+    def _decode(self, tokens: list[int], *, skip: bool) -> str:
+        """skip: leave special tokens out."""
+        return str(self._wrapper.decode(tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
     def _start_tokens(self, probe: str) -> list[int]:
         """Tokens the tokenizer puts before every text. Those it may put after it would end the prompt."""
@@ -126,12 +113,16 @@ class Tokenizer:
                 return full[:start]
         return []
 
-    def _render(self, messages: list[dict[str, str]], template_arguments: Mapping[str, Any]) -> str:
-        return str(
-            self._wrapper.apply_chat_template(
+    def _try_to_render(
+        self, messages: list[dict[str, str]], template_arguments: Mapping[str, Any]
+    ) -> tuple[str | None, Exception | None]:
+        """The conversation as text, or why there is none: a template is a program and may raise anything."""
+        try:
+            return str(self._wrapper.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **template_arguments
-            )
-        )
+            )), None  # fmt: skip
+        except Exception as error:
+            return None, error
 
     def _drops(self, messages: list[dict[str, str]], role: str, template_arguments: Mapping[str, Any]) -> bool:
         """Whether a marker put in place of each text of `role` is missing from the rendered conversation."""
@@ -141,11 +132,9 @@ class Tokenizer:
                 markers.append(f"sentinel{index}sentinel")
                 message = {**message, "content": markers[-1]}
             marked.append(message)
-        try:
-            rendered = self._render(marked, template_arguments)
-        except Exception:  # it looks into the text and wants the real one, which it did take
-            return False
-        return not all(marker in rendered for marker in markers)
+        rendered, _ = self._try_to_render(marked, template_arguments)
+        # None: the template looks into the text and wants the real one, which it did take.
+        return rendered is not None and not all(marker in rendered for marker in markers)
 
     def _tell_of_folding(self) -> None:
         if not self._told_of_folding:

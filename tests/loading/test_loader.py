@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -384,3 +385,30 @@ def test_compute_type_follows_the_backend(types, on_cpu, from_gguf, expected) ->
         module[name] = mx.zeros((2, 2), dtype)
     loader.choose_compute_type(module, on_cpu=on_cpu, from_gguf=from_gguf)
     assert {name: module[name].dtype for name in types} == expected
+
+
+@pytest.mark.parametrize(("draft", "read"), [
+    (None, ["70B", "1B"]), (False, ["70B"]), ("other", ["70B", "other"]), ("absent", []),
+])  # fmt: skip
+def test_both_of_a_pair_are_found_before_one_is_read(
+    monkeypatch: pytest.MonkeyPatch, draft: Any, read: list[str]
+) -> None:
+    """A mistyped draft is said at once, not after minutes of reading the target."""
+    steps: list[str] = []
+    entry = mock.Mock(draft="1B")
+
+    def find(name: str) -> loader.Source:
+        if name == "absent":
+            raise ModelNotFound("absent")
+        return loader.Source(name, Path(), entry if name == "70B" else None)
+
+    monkeypatch.setattr(loader, "resolve", find)
+    monkeypatch.setattr(loader, "load", lambda source: steps.append(source.name) or source.name)
+    if draft == "absent":
+        with pytest.raises(ModelNotFound):
+            loader.load_pair("70B", draft)
+    else:
+        assert loader.load_pair("70B", draft) == ("70B", read[1] if len(read) > 1 else None, entry)
+        assert loader.load_pair("1B", None) == ("1B", None, None)
+        assert steps.pop() == "1B"
+    assert steps == read

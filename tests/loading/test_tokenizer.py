@@ -214,7 +214,7 @@ ARGUMENT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if shout %}!{% 
 
 
 def _all(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    return tokenizer._decode_all(tokens)
+    return tokenizer._decode(tokens, skip=False)
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from mlx_spec.cli.bench.prompts import BenchPrompt
+from mlx_spec.cli.prompt import read_file
 from mlx_spec.errors import BadConfig, shortened
 
 OWN = "own"
@@ -22,11 +22,7 @@ def read_prompts(file: str) -> list[BenchPrompt]:
     Raises BadConfig, naming the line, for what cannot be read, is not UTF-8, has no prompts or a line that is none.
     """
     name = f"prompts file {file!r}"
-    try:
-        data = Path(file).read_bytes()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise BadConfig(f"cannot read {name}: {reason}; check --prompts.") from error
+    data = read_file(file, name, "--prompts")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -37,14 +37,12 @@ def build_config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dic
     for name, harmless in _HARMLESS.items():
         value = metadata.get(f"{kind}.{name}")
         if value is not None and value not in harmless:
-            raise BadConfig(f"{kind}.{name} is {value!r} in this GGUF file, which cannot be represented "
-                            f"here. {ADVICE}")
+            raise BadConfig(f"{kind}.{name} is {value!r} in this GGUF file, which cannot be represented here. {ADVICE}")
 
     def number(name: str, default: float | None = None) -> Any:
         value = metadata.get(f"{kind}.{name}", default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise BadConfig(f"{kind}.{name} is {value!r} in this GGUF file; one positive number is needed. "
-                            f"{ADVICE}")
+            raise BadConfig(f"{kind}.{name} is {value!r} in this GGUF file; one positive number is needed. {ADVICE}")
         return value
 
     if "token_embd.weight" not in tensors:

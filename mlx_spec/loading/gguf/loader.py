@@ -102,8 +102,7 @@ def _read(path: Path) -> Any:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise BadConfig(f"Reading {path.name} needs the gguf package: "
-                        "pip install 'mlx-spec[gguf]'") from error
+        raise BadConfig(f"Reading {path.name} needs the gguf package: pip install 'mlx-spec[gguf]'") from error
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -177,8 +176,7 @@ def _fill(module: nn.Module, weights: dict[str, mx.array], path: Path) -> nn.Mod
     try:
         module.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
-        raise BadConfig(f"The tensors of {path} do not fit its metadata: {_one_line(error)} "
-                        f"{ADVICE}") from error
+        raise BadConfig(f"The tensors of {path} do not fit its metadata: {_one_line(error)} {ADVICE}") from error
     module.eval()
     return module
 

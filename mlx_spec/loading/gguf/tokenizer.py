@@ -58,8 +58,7 @@ def build_tokenizer(metadata: Mapping[str, Any], context_length: int) -> tuple[A
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens") or []
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if not tokens or len(types) != len(tokens):
-        raise BadConfig(f"This GGUF file has {len(tokens)} tokens and {len(types)} token types: it is "
-                        f"broken. {ADVICE}")
+        raise BadConfig(f"This GGUF file has {len(tokens)} tokens and {len(types)} token types: it is broken. {ADVICE}")
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise BadConfig(f"tokenizer.chat_template is {template!r} in this GGUF file, not text. {ADVICE}")
