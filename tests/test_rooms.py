@@ -75,6 +75,8 @@ def test_offenders_are_found(room: str, line: str, offends: bool) -> None:
     assert bool(offences(room, line)) is offends
 
 
-def test_the_figure_names_the_rooms_in_their_order() -> None:
-    figure = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## The rooms")[1].split("```")[1]
-    assert [line.split()[0] for line in figure.splitlines() if line.split()][: len(ROOMS)] == list(ROOMS)
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_the_figure_has_the_rooms_in_their_order(document: str) -> None:
+    lines = (PACKAGE.parent / document).read_text(encoding="utf-8").splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("cli   "))
+    assert [line.split()[0] for line in lines[first : first + len(ROOMS)]] == list(ROOMS)

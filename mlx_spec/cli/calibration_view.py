@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlx_spec.cli import console
-from mlx_spec.cli.tables import show_table, wrapped
+from mlx_spec.cli.tables import figure, show_table, wrapped
 
 if TYPE_CHECKING:
     from mlx_spec.calibration.calibrations import Calibration, LeftOut
@@ -125,7 +125,7 @@ def _show_draft(measured: Sequence[Calibration]) -> None:
         ["a step, each on the one in flight", *(_ms(calibration.draft_lazily) for calibration in measured)],
         ["a step, each token waited for", *(_ms(calibration.draft_synchronised) for calibration in measured)],
         ["one more row when catching up", *(_ms(calibration.draft_row) for calibration in measured)],
-        ["c, the better step in passes", *(_number(_c(calibration)) for calibration in measured)],
+        ["c, the better step in passes", *(figure(_c(calibration), ".3g") for calibration in measured)],
     ]
     show_table(["DRAFT", *(f"AT {each.context_length}" for each in measured)], rows, long_text=False)
 
@@ -153,10 +153,6 @@ def _by_model(measured: Sequence[Calibration]) -> bool:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
 
 
 def _show_curve(measured: Sequence[Calibration]) -> None:

@@ -121,7 +121,7 @@ def notes(*, shown: bool) -> Iterator[None]:
 
 def statistics_line(statistics: Statistics) -> str:
     """The figures of one generation as one line for people. A figure that does not exist is left out."""
-    parts = [_count(statistics.completion_tokens, "token")]
+    parts = [count(statistics.completion_tokens, "token")]
     if statistics.tokens_per_second is not None:
         parts.append(f"{_figures(statistics.tokens_per_second)} tok/s")
     if statistics.tokens_per_pass is not None:
@@ -131,10 +131,10 @@ def statistics_line(statistics: Statistics) -> str:
     if statistics.drafter != "none" and (ks := statistics.passes_by_draft_tokens):
         parts.append(f"K {min(ks)} to {max(ks)}" if len(ks) > 1 else f"K {min(ks)}")
     if statistics.parked_passes:
-        parts.append(f"{statistics.parked_passes} of {_count(statistics.target_passes, 'pass', 'passes')} parked")
+        parts.append(f"{statistics.parked_passes} of {count(statistics.target_passes, 'pass', 'passes')} parked")
     if statistics.calibration_seconds:
         parts.append(f"passes measured in {statistics.calibration_seconds:.2f} s")
-    parts.append(f"prefill {statistics.prefill_seconds:.2f} s ({_count(statistics.prompt_tokens, 'token')})")
+    parts.append(f"prefill {statistics.prefill_seconds:.2f} s ({count(statistics.prompt_tokens, 'token')})")
     parts.append(f"peak memory {size(statistics.peak_memory_bytes)}")
     return ", ".join(parts)
 
@@ -155,7 +155,7 @@ def _by(statistics: Statistics) -> str:
     return f" ({', '.join(parts)})"
 
 
-def _count(number: int, noun: str, plural: str | None = None) -> str:
+def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 

@@ -57,6 +57,11 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, max(1, width), break_long_words=False, break_on_hyphens=False)
 
 
+def figure(value: float | None, form: str) -> str:
+    """A figure in a form such as ".2f", or what stands where there is none."""
+    return "-" if value is None else format(value, form)
+
+
 @dataclass(frozen=True)
 class Table:
     """A table of figures, between a title and notes."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from mlx_spec.cli.bench.figures import Spread, WayFigures
 from mlx_spec.cli.bench.report import Report
 from mlx_spec.cli.bench.runs import AUTO, HYBRID, LOOKUP, PLAIN
-from mlx_spec.cli.tables import Table, show_figures
+from mlx_spec.cli.console import count
+from mlx_spec.cli.tables import Table, figure, show_figures
 
 _POSITIONS = 8
 """Columns of drafted tokens; more do not fit beside one another."""
@@ -27,11 +28,11 @@ def tables_of(report: Report, figures: Sequence[WayFigures]) -> Iterator[Table]:
             (
                 way.way,
                 *_spread(way.tokens_per_second, _speed),
-                *_spread(way.ratio_to_plain, _ratio),
-                _ratio(way.tokens_per_pass),
-                _share(way.acceptance_rate),
+                *_spread(way.ratio_to_plain, "{:.2f}".format),
+                figure(way.tokens_per_pass, ".2f"),
+                figure(way.acceptance_rate, ".0%"),
                 _speed(None if way.weights_read_per_second is None else way.weights_read_per_second / 1e9),
-                _share(report.share_of_bandwidth(way)),
+                figure(report.share_of_bandwidth(way), ".0%"),
             )
             for way in figures
         ],
@@ -43,7 +44,7 @@ def tables_of(report: Report, figures: Sequence[WayFigures]) -> Iterator[Table]:
         yield Table(
             "Speed relative to plain decoding, by kind of prompt",
             ("WAY", *report.kinds),
-            [(way.way, *(_ratio(_middle(way.ratio_to_plain_by_kind.get(kind))) for kind in report.kinds))
+            [(way.way, *(figure(_middle(way.ratio_to_plain_by_kind.get(kind)), ".2f") for kind in report.kinds))
              for way in compared],
         )  # fmt: skip
     if others:
@@ -51,15 +52,15 @@ def tables_of(report: Report, figures: Sequence[WayFigures]) -> Iterator[Table]:
         yield Table(
             "Tokens drafted per pass, passes parked, and how often each drafted token was accepted when reached",
             ("WAY", "DRAFTED", "PARKED", *(str(position + 1) for position in range(most))),
-            [(way.way, _ratio(way.drafted_per_pass), _share(way.parked),
-              *(_share(value) for value in way.acceptance_by_position[:most]),
+            [(way.way, figure(way.drafted_per_pass, ".2f"), figure(way.parked, ".0%"),
+              *(figure(value, ".0%") for value in way.acceptance_by_position[:most]),
               *["-"] * (most - len(way.acceptance_by_position))) for way in others],
         )  # fmt: skip
 
 
 def _extent(report: Report) -> str:
     repeats = "" if report.repeats == 1 else f", {report.repeats} times each"
-    prompts = f"{report.prompts} prompt{'' if report.prompts == 1 else 's'}{repeats}"
+    prompts = f"{count(report.prompts, 'prompt')}{repeats}"
     if report.complete:
         return prompts
     return f"INCOMPLETE: {len(report.runs)} of {report.planned_runs} runs ({prompts})"
@@ -77,8 +78,8 @@ def _notes(report: Report, figures: Sequence[WayFigures]) -> list[str]:
         f"measured by {report.bandwidth.how}.",
     ]
     if left_out := len(report.runs) - sum(way.runs for way in figures):
-        runs = "1 run" if left_out == 1 else f"{left_out} runs"
-        notes.append(f"Not in the figures: {runs} of the prompt at which not every way had its turn.")
+        notes.append(
+            f"Not in the figures: {count(left_out, 'run')} of the prompt at which not every way had its turn.")
     spreads = [way.repeat_spread for way in figures if way.repeat_spread is not None]
     if spreads:
         notes.append(f"Repeats of one prompt lie {max(spreads):.0%} apart: the median of the way that varies most.")
@@ -100,11 +101,3 @@ def _speed(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
