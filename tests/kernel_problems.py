@@ -94,7 +94,7 @@ class Problem:
         return registry.paged_attention(**self.arguments, **options, execute=execute)
 
     def check(self, execute: registry.Execute, kernels: Sequence[registry.AttentionKernel | None] = (None,)) -> None:
-        expected = reference.paged_attention(**self.clean)
+        expected = self.expected()
         for kernel in kernels:
             result = self.attend(execute, kernel)
             assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
@@ -106,6 +106,18 @@ class Problem:
                     atol=TOLERANCE[result.dtype],
                     err_msg=f"{kernel or self.options['kernel']}, {name}",
                 )
+
+
+    def expected(self) -> mx.array:
+        """By the twin, a sequence at a time, of each the pages that it has: the padding of its table costs the twin
+        more than all it has."""
+        parts = []
+        for index in range(len(self.sequences)):
+            own = {name: self.clean[name][index : index + 1] for name in ("window_queries", "sink_queries", "state")}
+            length, *_, dropped = self.clean["state"][index, :5].tolist()
+            pages = self.clean["pages"][index : index + 1, : -(-length // PAGE) - dropped]
+            parts.append(reference.paged_attention(**{**self.clean, **own, "pages": pages}))
+        return mx.concatenate(parts)
 
 
 def problem(case: Case, lengths: Sequence[int] | None = None, window: int | None = None, **options: Any) -> Problem:
@@ -139,10 +151,10 @@ class Cells:
         sequences = [self._sequence(sinks, context, chance) for sinks in SINKS for context in CONTEXTS]
         dtype = {15: mx.float16, 14: mx.bfloat16}.get(self.rows, mx.float32)
         return _problem(self.head_dim, self.group, self.rows, getattr(mx, self.storage), dtype, sequences,
-                        1 + self.rows % 2, chance, {})  # fmt: skip
+                        1 + (self.rows % 4 == 1), chance, {})  # fmt: skip
 
     def _sequence(self, sinks: int, context: str, chance: random.Random) -> Visibility:
-        more, window = chance.randint(0, 80), chance.randint(1, 50)
+        more, window = chance.randint(0, PAGE), chance.randint(1, PAGE // 2)
         if context == "whole":
             length, window = max(self.rows, sinks) + more, EVERYTHING
         elif context == "window":
@@ -171,7 +183,7 @@ def _problem(
     chance: random.Random,
     options: dict[str, Any],
 ) -> Problem:
-    mx.random.seed(chance.getrandbits(32))
+    generator = np.random.default_rng(chance.getrandbits(32))  # faster than MLX's on a CPU
     tables, states, slots_seen = [], [], []
     pool_pages = sum(-(-sequence.length // PAGE) for sequence in sequences) + 2
     free = chance.sample(range(pool_pages), pool_pages)
@@ -191,8 +203,12 @@ def _problem(
     unseen[slots_seen] = False
 
     heads, shape = kv_heads * group, (1, kv_heads, pool_pages * PAGE, head_dim)
-    queries = [mx.random.normal((len(sequences), heads, rows, head_dim)) * (2 * head_dim**-0.5) for _ in range(2)]
-    keys, values = mx.random.normal(shape), mx.random.normal(shape)
+
+    def normal(*shape: int) -> mx.array:
+        return mx.array(generator.standard_normal(shape, np.float32))
+
+    queries = [normal(len(sequences), heads, rows, head_dim) * (2 * head_dim**-0.5) for _ in range(2)]
+    keys, values = normal(*shape), normal(*shape)
     no_number = mx.array(unseen)[:, None]
     if storage == mx.int8:
         (keys, key_scales), (values, value_scales) = map(reference.quantize_rows, (keys, values))

@@ -7,6 +7,7 @@ directory, named by the hash of everything that went into them.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
@@ -159,7 +160,7 @@ def _runtime() -> tuple[str, ...]:
         output = folder() / f"{name}-{_base()[:24]}.o"
         if not output.exists():
             partial = output.with_suffix(f".{os.getpid()}.o")
-            if message := _compile(_HERE / "runtime" / f"{name}.cpp", partial, ["-O2"]):
+            if message := _compile(_HERE / "runtime" / f"{name}.cpp", partial, ["-O2", *machine_flags()]):
                 raise CompileError(f"the shim's own runtime does not compile:\n{message}")
             partial.replace(output)
         objects.append(str(output))
@@ -204,17 +205,20 @@ def _build(units: Sequence[Unit]) -> None:
 
 
 def build(units: Sequence[Unit], *, jobs: int | None = None) -> None:
-    """Compile what is not in the cache yet, several at a time."""
-    missing = {item.key: item for item in units if located(item) is None}
-    if not missing:
+    """Compile what is not in the cache yet, several at a time; processes that want the same wait for each other."""
+    if all(located(item) for item in units):
         return
-    _runtime()
-    wanted, jobs = list(missing.values()), jobs or os.cpu_count() or 1
-    size = max(1, min(_BATCH, -(-len(wanted) // jobs)))
-    batches = [wanted[start : start + size] for start in range(0, len(wanted), size)]
-    with ThreadPoolExecutor(jobs) as pool:
-        for _ in pool.map(_build, batches):
-            pass
+    with (folder() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        missing = {item.key: item for item in units if located(item) is None}
+        wanted, jobs = list(missing.values()), jobs or os.cpu_count() or 1
+        size = max(1, min(_BATCH, -(-len(wanted) // jobs)))
+        batches = [wanted[start : start + size] for start in range(0, len(wanted), size)]
+        if batches:
+            _runtime()
+        with ThreadPoolExecutor(jobs) as pool:
+            for _ in pool.map(_build, batches):
+                pass
 
 
 def located(item: Unit) -> Path | None:
