@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads would wait for each other beside other workers
 
 import mlx.core as mx
 import pytest

@@ -55,8 +55,10 @@ def make(tokenizers: tuple[Tokenizer, Tokenizer]) -> Make:
         module = tiny_module(seed, 0.5, vocab_size=272, tie_word_embeddings=False)
         return LoadedModel(name, module, tokenizers[1], {}, context)
 
-    def made(kv: KVConfig | None = None, *, draft: int | None = None, draft_context: int = CONTEXT) -> LLM:
-        return LLM(model("large", 1), None if draft is None else model("small", draft, draft_context), kv)
+    def made(
+        kv: KVConfig | None = None, *, draft: int | None = None, context: int = CONTEXT, draft_context: int = CONTEXT
+    ) -> LLM:
+        return LLM(model("large", 1, context), None if draft is None else model("small", draft, draft_context), kv)
 
     return made
 
@@ -142,7 +144,8 @@ def test_a_model_of_the_catalogue_is_kept_as_it_says(
 
 @pytest.mark.parametrize("draft", [None, 2])
 def test_an_unlimited_answer_with_a_window_goes_past_the_context(make: Make, draft: int | None) -> None:
-    llm = make(KVConfig(window=65), draft=draft)
+    context = 150
+    llm = make(KVConfig(window=65), draft=draft, context=context, draft_context=context)
     endless = Sampling(logit_bias=dict.fromkeys(llm.tokenizer.end_tokens, -math.inf))
     chunks = llm.stream(PROMPT, max_tokens=None, speculation=Speculation(4), sampling=endless)
     tokens: list[int] = []
@@ -152,10 +155,10 @@ def test_an_unlimited_answer_with_a_window_goes_past_the_context(make: Make, dra
         assert chunk.finish_reason is None
         if len(tokens) > 100:
             sizes.add(sum(each.nbytes for each in pools_of(llm)))
-        if len(tokens) > CONTEXT + 100:
+        if len(tokens) > context + 100:
             break
     chunks.close()
-    assert len(tokens) > CONTEXT + 100
+    assert len(tokens) > context + 100
     assert len(sizes) == 1
     assert in_use(llm) == 0
 
@@ -245,7 +248,7 @@ def test_a_system_prompt_longer_than_the_window_is_refused(make: Make) -> None:
 def test_the_draft_sees_no_more_than_its_own_context(make: Make, draft_context: int, window: int) -> None:
     kv = KVConfig(window=120, sinks=100)
     llm = make(kv, draft=2, draft_context=draft_context)
-    stream = llm.stream(PROMPT, max_tokens=200, speculation=DRAFTED)
+    stream = llm.stream(PROMPT, max_tokens=130, speculation=DRAFTED)
     tokens: list[int] = []
     drafted = 0
     with mock.patch.object(llm._draft, "new_context", wraps=llm._draft.new_context) as opened:  # type: ignore[union-attr]
@@ -254,7 +257,7 @@ def test_the_draft_sees_no_more_than_its_own_context(make: Make, draft_context: 
             drafted = chunk.statistics.drafted if chunk.statistics else 0
     opened.assert_called_once_with(100, window)
     assert drafted > 0
-    assert tokens == make(kv).generate(PROMPT, max_tokens=200, speculation=PLAIN).tokens
+    assert tokens == make(kv).generate(PROMPT, max_tokens=130, speculation=PLAIN).tokens
 
 
 @pytest.mark.parametrize("draft_context", [164, 99, 1])
