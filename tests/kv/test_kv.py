@@ -449,7 +449,7 @@ def test_a_prompt_beside_another_sequence_is_consecutive() -> None:
 
 def test_a_sequence_begins_where_the_one_before_can_still_grow() -> None:
     pool = new_pool()
-    pool.release(pool.allocate(40))
+    pool.reserve(40)
     tables = [PageTable(pool), PageTable(pool)]
     for _ in range(10):
         for table in tables:
