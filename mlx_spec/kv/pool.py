@@ -206,31 +206,33 @@ class PagePool:
         return max(missing, min(max(wanted, -(-self.pages // 2)), room))
 
     def _grow(self, slab: int, used: set[int]) -> None:
-        """Add so many pages. Raises DoesNotFit where there is no memory for them; then, and whatever else ends it,
-        everything stays as it is."""
-        before, wanted, available = self.pages, slab * self.page_bytes, available_memory()
+        """Add so many pages. Raises DoesNotFit where there is no memory for them."""
+        wanted, available = slab * self.page_bytes, available_memory()
         more = "" if available is None else f", {available // self.page_bytes * PAGE} more would fit"
-        message = (
-            f"no memory for {slab * PAGE} more tokens of keys and values ({gigabytes(wanted)}) beside {before * PAGE}"
-            f"{more}; {SMALLER_CACHE}"
-        )
-        try:
-            with memory_or(message):
-                if available is not None and wanted > available:
-                    raise MemoryError
-                self._resize(before + slab, used)
-        except BaseException:
-            with contextlib.suppress(RuntimeError, MemoryError):
-                self._resize(before, used)
-            raise
+        with memory_or(
+            f"no memory for {slab * PAGE} more tokens of keys and values ({gigabytes(wanted)}) beside "
+            f"{self.pages * PAGE}{more}; {SMALLER_CACHE}"
+        ):
+            if available is not None and wanted > available:
+                raise MemoryError
+            self._resize(self.pages + slab, used)
 
     def _resize(self, pages: int, used: set[int]) -> None:
-        """Allocate so many pages in all, no fewer than reach behind the last one in use. One layer at a time: the peak
-        is one layer above the larger size."""
+        """Have so many pages in all, no fewer than reach behind the last one in use. Whatever ends it before, what is
+        stored stays, in the smaller of the two sizes."""
+        smaller = min(self.pages, pages)
+        try:
+            self._allocate(pages, used)
+        except BaseException:
+            with contextlib.suppress(RuntimeError, MemoryError):
+                self._allocate(smaller, used)
+            raise
+
+    def _allocate(self, pages: int, used: set[int]) -> None:
         self.pages = min(self.pages, pages)
         kept = max(used, default=-1) + 1
         for kind, arrays in zip(self._kinds, self._arrays, strict=True):
-            for layer in range(self.layers):
+            for layer in range(self.layers):  # one at a time: the peak is one layer above the larger size
                 if arrays[layer].shape[2] != pages * PAGE:
                     resized = self._blank(kind, pages - kept)
                     if kept > 0:
