@@ -38,7 +38,7 @@ def as_on_a_mac() -> Iterator[None]:
 MODELS: dict[str, Callable[[], LanguageModel]] = {
     "floating": lambda: PagedModel(tiny_module(num_hidden_layers=1)),
     "int8": lambda: PagedModel(tiny_module(num_hidden_layers=1), int8=True),
-    "external": lambda: ExternalModel(module_of("llama")),
+    "external": lambda: ExternalModel(module_of("phi3")),
 }
 
 
@@ -178,7 +178,7 @@ def test_a_pool_whose_last_pass_failed_for_good_serves_the_next_request(
 
 
 def test_an_external_pass_that_fails_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ExternalModel(module_of("llama"))
+    model = ExternalModel(module_of("phi3"))
     context = model.new_context()
     context.extend([1, 2, 3])
     context.evaluate()
@@ -211,7 +211,7 @@ def test_reserving_for_a_context(window: int | None) -> None:
 
 def test_trimming_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged.PagePool, "trim", lambda pool: mx.clear_cache())
-    for model in (tiny_model(), ExternalModel(module_of("llama"))):
+    for model in (tiny_model(), ExternalModel(module_of("phi3"))):
         context: Context = model.new_context()
         context.reserve(1000)
         mx.eval(context.extend([1, 2, 3]))
