@@ -123,7 +123,7 @@ def capacity_cost(k: int, rounds: int, repeats: int) -> list[dict[str, Any]]:
     rows = []
     for pages in (16, 64, 256, 1024):
         for pool in (target.pool, draft.pool):
-            pool.release(pool.allocate(pages))
+            pool.reserve(pages)
         for label, with_draft, draft_tokens in (("plain", None, 0), (f"K={k}", draft, k)):
             wall = [ours(target, with_draft, draft_tokens, rounds)[1] * 1e3 for _ in range(repeats)]
             rows.append({"slots": target.pool.pages * 64, "round": label, "wall_ms": spread(wall)})

@@ -43,7 +43,7 @@ def bytes_per_token(layers: int, tokens: int) -> list[dict[str, Any]]:
     for name, int8 in STORAGES.items():
         before = allocated()
         pool = PagePool(layers=layers, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=mx.bfloat16, int8=int8)
-        pool.allocate(tokens // PAGE)
+        pool.reserve(tokens // PAGE)
         pool.evaluate()
         measured = allocated() - before
         scaled = measured / tokens / layers * LAYERS

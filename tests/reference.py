@@ -70,6 +70,9 @@ class TableModel:
     def bytes_to_allocate(self, tokens: int) -> int:
         return 4 * tokens
 
+    def trim(self) -> None:
+        pass
+
     def __init__(self, table: np.ndarray, can_rewind: bool = True, chains_cheaply: bool = True) -> None:
         self.table = mx.array(table.astype(np.float32))
         self.can_rewind, self.chains_cheaply = can_rewind, chains_cheaply
@@ -126,6 +129,9 @@ class TableContext:
         return other
 
     prefill_rows = 32
+
+    def reserve(self, tokens: int) -> None:
+        pass
 
     def settle(self, length: int) -> None:
         pass

@@ -45,20 +45,27 @@ class Context(Protocol):
     def prefill_rows(self) -> int:
         """Rows of a prompt to read in one pass."""
 
+    def reserve(self, tokens: int) -> None:
+        """Allocate at once what `tokens` tokens in all will need, or as much of it as there is memory for: not having
+        it is no error yet, and having it spares growing step by step."""
+
     def extend(self, tokens: Tokens, rows: int | None = None) -> mx.array:
         """Append n tokens, (n,) int32; logits (rows, vocabulary_size) of the last `rows` of them, all by default.
 
         Lazy: nothing is computed until the logits, or the cache (`evaluate`), are.
+        Raises DoesNotFit where there is no memory for them; whatever ends it, the context is as it was before.
         """
 
     def evaluate(self) -> None:
-        """Wait until the cache has been written."""
+        """Wait until the cache has been written. Raises DoesNotFit where there is no memory for a pass; `rewind`, and
+        what else it left unwritten is written by the next one."""
 
     def rewind(self, length: int) -> None:
         """Forget everything from `length` on."""
 
     def settle(self, length: int) -> None:
-        """Promise never to rewind to before `length`, except to 0: what only such a rewind needed is freed."""
+        """Promise never to rewind to before `length`, except to 0: what only such a rewind needed is freed, and what
+        MLX keeps for reuse is kept within bounds (`bound_cache`). To be called every round."""
 
     def fork(self) -> Context:
         """A second sequence with the same past."""
@@ -76,6 +83,9 @@ class LanguageModel(Protocol):
 
     def bytes_to_allocate(self, tokens: int) -> int:
         """Memory that one more sequence of so many tokens would take beside what is allocated."""
+
+    def trim(self) -> None:
+        """Give back what no context uses, as between requests. Costs nothing where that is little."""
 
     @property
     def paging_obstacle(self) -> str | None:

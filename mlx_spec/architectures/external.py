@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
 
 from mlx_spec.architectures.context import Tokens, token_array
+from mlx_spec.machine.memory import NO_MEMORY, bound_cache, memory_or
 
 _EXACTLY_REWINDABLE = (KVCache, QuantizedKVCache)
 """Caches whose `trim` forgets exactly the last tokens. A rotating cache has overwritten what a rewind would need
@@ -40,6 +41,9 @@ class ExternalModel:
     def bytes_to_allocate(self, tokens: int) -> int:
         return tokens * self._bytes_per_token
 
+    def trim(self) -> None:
+        mx.clear_cache()
+
     def new_context(self, sinks: int = 0, window: int | None = None) -> ExternalContext:
         """A window is for native definitions only: see `paging_obstacle`."""
         assert window is None
@@ -64,11 +68,15 @@ class ExternalContext:
     def nbytes(self) -> int:
         return sum(int(cache.nbytes) for cache in self._caches) if self.length else 0
 
+    def reserve(self, tokens: int) -> None:
+        """mlx-lm's caches grow as they do."""
+
     def extend(self, tokens: Tokens, rows: int | None = None) -> mx.array:
         tokens = token_array(tokens)
         before = self.length
         try:
-            logits = self._module(tokens[None], cache=self._caches)[0]  # (n, vocabulary_size)
+            with memory_or(NO_MEMORY):
+                logits = self._module(tokens[None], cache=self._caches)[0]  # (n, vocabulary_size)
         except BaseException:
             # Some layers may have appended and others not.
             for cache in _flat(self._caches):
@@ -81,7 +89,9 @@ class ExternalContext:
         return logits if rows is None else logits[max(0, tokens.size - rows) :]
 
     def evaluate(self) -> None:
-        mx.eval([cache.state for cache in self._caches])
+        with memory_or(NO_MEMORY):
+            mx.eval([cache.state for cache in self._caches])
+        bound_cache()
 
     def rewind(self, length: int) -> None:
         if not 0 <= length <= self.length:
@@ -98,7 +108,7 @@ class ExternalContext:
             raise ValueError("this cache cannot be rewound but to 0")
 
     def settle(self, length: int) -> None:
-        """mlx-lm's caches free nothing before they are dropped."""
+        bound_cache()  # mlx-lm's own free nothing before they are dropped
 
     def fork(self) -> ExternalContext:
         other = ExternalContext(self._module, self.can_rewind, self.vocabulary_size)

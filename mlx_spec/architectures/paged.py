@@ -9,7 +9,9 @@ import mlx.core as mx
 from mlx_spec.architectures.context import Tokens, token_array
 from mlx_spec.architectures.decoder import Decoder
 from mlx_spec.attention.attend import AttentionPass
+from mlx_spec.attention.window import IN_PASSING
 from mlx_spec.kv import PagePool, PageTable
+from mlx_spec.machine.memory import NO_MEMORY, bound_cache, memory_or
 
 
 class PagedModel:
@@ -44,6 +46,9 @@ class PagedModel:
     def bytes_to_allocate(self, tokens: int) -> int:
         return self.pool.bytes_to_allocate(tokens)
 
+    def trim(self) -> None:
+        self.pool.trim()
+
     def new_context(self, sinks: int = 0, window: int | None = None) -> PagedContext:
         return PagedContext(self.module, PageTable(self.pool, sinks, window))
 
@@ -72,28 +77,37 @@ class PagedContext:
     def nbytes(self) -> int:
         return self.table.pool.nbytes
 
+    def reserve(self, tokens: int) -> None:
+        table = self.table
+        table.reserve(tokens if table.window is None else min(tokens, table.sinks + table.window + IN_PASSING))
+
     def extend(self, tokens: Tokens, rows: int | None = None) -> mx.array:
         tokens = token_array(tokens)
-        module, before = self._module, self.table.length
-        self.table.append(tokens.size)
+        module, pool, before = self._module, self.table.pool, self.table.state
+        divisors = [*pool.divisors]
         try:
-            attention = AttentionPass(self.table.pool, [self.table], tokens.size, module.rotary, module.arguments.heads)
-            hidden = module.hidden(tokens[None], attention)[0]  # (n, hidden_size)
-            if rows is not None and rows < tokens.size:
-                hidden = hidden[tokens.size - rows :]
-            return module.logits(hidden)
+            with memory_or(NO_MEMORY):
+                self.table.append(tokens.size)
+                attention = AttentionPass(pool, [self.table], tokens.size, module.rotary, module.arguments.heads)
+                hidden = module.hidden(tokens[None], attention)[0]  # (n, hidden_size)
+                if rows is not None and rows < tokens.size:
+                    hidden = hidden[tokens.size - rows :]
+                return module.logits(hidden)
         except BaseException:
-            self.table.rewind(before)
+            self.table.state, pool.divisors = before, divisors
             raise
 
     def evaluate(self) -> None:
-        self.table.pool.evaluate()
+        with memory_or(NO_MEMORY):
+            self.table.pool.evaluate()
+        bound_cache()
 
     def rewind(self, length: int) -> None:
         self.table.rewind(length)
 
     def settle(self, length: int) -> None:
         self.table.settle(length)
+        bound_cache()
 
     def fork(self) -> PagedContext:
         return PagedContext(self._module, self.table.fork())
@@ -109,5 +123,8 @@ class PagedContext:
     def close(self) -> None:
         try:
             self.evaluate()  # a pass that was never waited for belongs to the thread that made it
-        finally:
+        except BaseException:
             self.table.rewind(0)
+            self.table.pool.discard()
+            raise
+        self.table.rewind(0)

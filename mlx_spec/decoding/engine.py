@@ -22,6 +22,7 @@ from mlx_spec.decoding.drafting import Drafting, Plan
 from mlx_spec.decoding.sampling import count_tokens, distribution, draw, log_probabilities
 from mlx_spec.decoding.schedule.schedule import Drafter
 from mlx_spec.errors import MLXSpecError
+from mlx_spec.machine.memory import NO_MEMORY, memory_or
 from mlx_spec.settings import MOST_DRAFT_TOKENS, Sampling
 
 
@@ -180,7 +181,8 @@ class Decoding:
         sound = mx.all(logits[:, : self._vocabulary_size] < mx.inf)  # false for a NaN too
         packed = mx.concatenate([sound.astype(mx.int32)[None], accepted[None], next_token, drafts])
         logprobs = self._logprobs(logits, drafts, accepted, next_token)
-        mx.async_eval(packed, logprobs)
+        with memory_or(NO_MEMORY):
+            mx.async_eval(packed, logprobs)
         parked = plan is None and self.drafting is not None and self.drafting.parked
         return _Flight(plan, parked, drafts.size, confidences, packed, next_token, logprobs)
 
@@ -205,7 +207,8 @@ class Decoding:
 
     def _read(self, flight: _Flight) -> tuple[list[int], int, list[TokenLogprobs] | None]:
         """Wait for a round: its tokens, how many drafts were accepted, and log-probabilities if asked for."""
-        packed: Any = flight.packed.tolist()
+        with memory_or(NO_MEMORY):
+            packed: Any = flight.packed.tolist()
         sound, accepted, next_token, *drafts = packed
         if not sound:
             raise MLXSpecError(

@@ -9,29 +9,42 @@ Writes are assignments to the pool's arrays. MLX makes them in place only while 
 array, and holds what a dispatched pass reads until that pass has completed. So: keep no reference to a pool
 array, and do not put two passes in flight where a copy of the pool would cost more than waiting
 (`PagePool.chains_cheaply`).
+
+A page is in use while a living holder (a page table) lists it. Nothing is counted, so that nothing that interrupts,
+at whatever line, can leave a count behind that is not true.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from typing import Protocol
+from weakref import WeakSet
 
 import mlx.core as mx
 
 from mlx_spec.errors import DoesNotFit
-from mlx_spec.machine.memory import available_memory, gigabytes
+from mlx_spec.machine.memory import SMALLER_CACHE, available_memory, bound_cache, gigabytes, memory_or
 
 PAGE = 64
 """Tokens per page."""
 _SMALLEST_SLAB = 4  # pages
-_LARGEST_SLAB = 64  # pages
+_KEPT = 2**28
+"""Bytes of unused pages that `trim` leaves: they are not worth moving the others for."""
 _CHEAP_COPY = 8 * 2**20
 """Bytes per layer up to which a hidden copy costs less than waiting for the pass: about 0.1 ms of graph
 building per layer against twice these bytes at a few hundred GB/s. An estimate; no Metal machine measured it."""
 
 
+class Holder(Protocol):
+    """Whose pages are in use. `pages` is replaced as a whole, never changed."""
+
+    pages: list[int]
+
+
 class PagePool:
-    """Pages of keys and values for all layers, counted by reference, growing in slabs.
+    """Pages of keys and values for all layers, growing by half and more.
 
     Storage is the model's own type or INT8. INT8 has one float16 scale per token and head beside the values, and a
     fixed divisor per key channel and head, which is taken from the first keys and then stays (`divisors`).
@@ -48,7 +61,9 @@ class PagePool:
         self._arrays = [[self._blank(kind, 0) for _ in range(layers)] for kind in self._kinds]
         mx.eval(self._arrays)  # a lazy array belongs to the thread that made it
         self.divisors: list[mx.array | None] = [None] * layers  # (kv_heads, head_dim) float32
-        self._references: list[int] = []  # one count per page; 0 is free
+        self.pages = 0
+        """Allocated, used or free."""
+        self._holders: WeakSet[Holder] = WeakSet()
 
     def _blank(self, kind: tuple[tuple[int, ...], mx.Dtype], pages: int) -> mx.array:
         row, dtype = kind
@@ -88,17 +103,24 @@ class PagePool:
         dequantize = _dequantize(dtype)
         return dequantize(keys, key_scales), dequantize(values, value_scales)
 
-    @property
-    def pages(self) -> int:
-        """Pages allocated, used or free."""
-        return len(self._references)
+    def hold(self, holder: Holder) -> None:
+        """The pages it lists are in use from now on, for as long as it lives."""
+        self._holders.add(holder)
+
+    def references(self, page: int) -> int:
+        """How many hold `page`. Looks at all pages in use."""
+        return sum(page in holder.pages for holder in self._holders)
+
+    def _used(self) -> set[int]:
+        return set().union(*(holder.pages for holder in self._holders))
 
     @property
     def pages_in_use(self) -> int:
-        return sum(count > 0 for count in self._references)
+        return len(self._used())
 
     def bytes_to_allocate(self, tokens: int) -> int:
-        """What one more sequence of so many tokens would add to `nbytes`."""
+        """What one more sequence of so many tokens would add to `nbytes`; the most that `reserve` adds for it, but
+        for what grows by half where other sequences are."""
         return max(0, -(-tokens // PAGE) - (self.pages - self.pages_in_use)) * self.page_bytes
 
     @property
@@ -122,74 +144,105 @@ class PagePool:
             return True
         return self.nbytes <= _CHEAP_COPY * self.layers
 
-    def references(self, page: int) -> int:
-        """How many page tables hold `page`."""
-        return self._references[page]
-
-    def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` free pages, following on from page `after` where they are free; grows when none are left."""
-        missing = count - (self.pages - self.pages_in_use)
-        if missing > 0:
-            self._grow(missing)
-        taken: list[int] = []
-        following = self._start_in_longest_free_run(count) if after is None else after + 1
-        while len(taken) < count:
-            if following >= self.pages or self._references[following] > 0:
-                following = self._start_in_longest_free_run(count - len(taken))
-            self._references[following] = 1
-            taken.append(following)
-            following += 1
-        return taken
-
-    def _start_in_longest_free_run(self, count: int) -> int:
-        # Behind another sequence's pages, leave half of what `count` pages do not need: the other one may still grow.
-        best_start, best_length, start = 0, 0, 0
-        for page in range(self.pages + 1):
-            if page == self.pages or self._references[page] > 0:
-                if page - start > best_length:
-                    best_start, best_length = start, page - start
-                start = page + 1
-        return best_start + max(0, best_length - count) // 2 if best_start > 0 else best_start
-
-    def retain(self, pages: Sequence[int]) -> None:
-        """Count one more holder of each page."""
-        for page in pages:
-            self._references[page] += 1
-
-    def release(self, pages: Sequence[int]) -> None:
-        """Count one holder fewer of each page; a page nobody holds is free."""
-        for page in pages:
-            self._references[page] -= 1
-
-    def _grow(self, missing: int) -> None:
-        """Add at least `missing` pages: half as much again, within bounds, so that growth stays amortised.
+    def free_pages(self, count: int, after: int | None = None) -> list[int]:
+        """`count` pages that nobody holds, following on from page `after` where those are free; grows where there are
+        too few. They stay free until a holder lists them.
 
         Raises DoesNotFit where there is no memory for them; everything stored stays as it is.
         """
-        slab = max(missing, min(max(self.pages // 2, _SMALLEST_SLAB), _LARGEST_SLAB))
+        used = self._used()
+        missing = count - (self.pages - len(used))
+        if missing > 0:
+            self._grow(self._slab(max(missing, _SMALLEST_SLAB), missing), used)
+        found: list[int] = []
+        following = self.pages if after is None else after + 1
+        while len(found) < count:
+            if following >= self.pages or following in used:
+                following = self._start_in_longest_free_run(used.union(found), count - len(found))
+            found.append(following)
+            following += 1
+        return found
+
+    def _start_in_longest_free_run(self, used: set[int], count: int) -> int:
+        # Behind another sequence's pages, leave half of what `count` pages do not need: the other one may still grow.
+        best_start, best_length, start = 0, 0, 0
+        for page in [*sorted(used), self.pages]:
+            if page - start > best_length:
+                best_start, best_length = start, page - start
+            start = page + 1
+        return best_start + max(0, best_length - count) // 2 if best_start > 0 else best_start
+
+    def reserve(self, count: int) -> None:
+        """Grow at once so that `count` pages are free, or as many as there is memory for."""
+        used = self._used()
+        missing = count - (self.pages - len(used))
         available = available_memory()
-        if available is not None and slab * self.page_bytes > available:
-            slab = missing
-        wanted = slab * self.page_bytes
-        try:
+        if available is not None:
+            missing = min(missing, available // self.page_bytes)
+        if missing > 0:
+            with contextlib.suppress(DoesNotFit):
+                # Where nothing is in use nothing is copied, so it need not be more than is wanted.
+                self._grow(self._slab(missing, missing) if used else missing, used)
+
+    def trim(self) -> None:
+        """Give memory back: the pages behind the last one in use, if they are more than `_KEPT` bytes, and what MLX
+        keeps for reuse. No page moves."""
+        used = self._used()
+        kept = max(used, default=-1) + 1
+        if (self.pages - kept) * self.page_bytes > _KEPT:
+            self._resize(kept, used)
+        mx.clear_cache()
+
+    def discard(self) -> None:
+        """Let go of everything if no page is in use: what a failed pass left unwritten would fail again."""
+        if self.pages_in_use == 0:
+            self._resize(0, set())
+
+    def _slab(self, wanted: int, missing: int) -> int:
+        """Pages to grow by: at least half as many as there are, so that all growth together copies no more than twice
+        what there is in the end; but beyond what is missing no more than half of the memory that is left."""
+        available = available_memory()
+        room = wanted + self.pages if available is None else available // 2 // self.page_bytes
+        return max(missing, min(max(wanted, -(-self.pages // 2)), room))
+
+    def _grow(self, slab: int, used: set[int]) -> None:
+        """Add so many pages. Raises DoesNotFit where there is no memory for them."""
+        wanted, available = slab * self.page_bytes, available_memory()
+        more = "" if available is None else f", {available // self.page_bytes * PAGE} more would fit"
+        with memory_or(
+            f"no memory for {slab * PAGE} more tokens of keys and values ({gigabytes(wanted)}) beside "
+            f"{self.pages * PAGE}{more}; {SMALLER_CACHE}"
+        ):
             if available is not None and wanted > available:
                 raise MemoryError
-            for kind, arrays in zip(self._kinds, self._arrays, strict=True):
-                for layer, array in enumerate(arrays):
-                    # After a growth that ran out of memory halfway, some arrays are larger than others.
-                    lacking = self.pages + slab - array.shape[2] // PAGE
-                    if lacking > 0:
-                        grown = mx.concatenate([array, self._blank(kind, lacking)], axis=2)
-                        del array
-                        mx.eval(grown)  # one layer at a time: the peak is one layer above the new size
-                        arrays[layer] = grown
-        except (RuntimeError, MemoryError) as error:
-            more = "" if available is None else f", {available // self.page_bytes * PAGE} more would fit"
-            raise DoesNotFit(
-                f"no memory for {slab * PAGE} more tokens of keys and values ({gigabytes(wanted)}) beside "
-                f"{self.pages * PAGE}{more}; give a shorter prompt or a smaller --max-tokens, --kv int8, or a --window."
-            ) from error
-        self._references.extend([0] * slab)
+            self._resize(self.pages + slab, used)
+
+    def _resize(self, pages: int, used: set[int]) -> None:
+        """Have so many pages in all, no fewer than reach behind the last one in use. Whatever ends it before, what is
+        stored stays, in the smaller of the two sizes."""
+        smaller = min(self.pages, pages)
+        try:
+            self._allocate(pages, used)
+        except BaseException:
+            with contextlib.suppress(RuntimeError, MemoryError):
+                self._allocate(smaller, used)
+            raise
+
+    def _allocate(self, pages: int, used: set[int]) -> None:
+        self.pages = min(self.pages, pages)
+        kept = max(used, default=-1) + 1
+        for kind, arrays in zip(self._kinds, self._arrays, strict=True):
+            for layer in range(self.layers):  # one at a time: the peak is one layer above the larger size
+                if arrays[layer].shape[2] != pages * PAGE:
+                    resized = self._blank(kind, pages - kept)
+                    if kept > 0:
+                        resized = mx.concatenate([arrays[layer][:, :, : kept * PAGE], resized], axis=2)
+                    mx.eval(resized)
+                    arrays[layer] = resized
+                    del resized
+                    bound_cache()
+        self.pages = pages
+        mx.clear_cache()  # of the old arrays
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page in every layer. A gather, since a slice would refer to the pool and force a copy of it."""
@@ -205,7 +258,6 @@ class PagePool:
     def evaluate(self) -> None:
         """Wait until every write has been made."""
         mx.eval(self._arrays, [divisor for divisor in self.divisors if divisor is not None])
-
 
 
 @functools.cache

@@ -3,10 +3,11 @@ are whose; nothing of what is in them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 from mlx_spec.kv.pool import PAGE, PagePool
+
+State = tuple[list[int], int, int, int, int]
 
 
 class PageTable:
@@ -19,12 +20,25 @@ class PageTable:
     def __init__(self, pool: PagePool, sinks: int = 0, window: int | None = None) -> None:
         self.pool, self.sinks, self.window = pool, sinks, window
         self.pages: list[int] = []
-        """Those still held, in the order of their positions. Changed by `_replace` alone."""
+        """Those still held, in the order of their positions. Never changed, always replaced, by `_replace` alone."""
         self._breaks = 0
         """How many of `pages` do not follow the one before."""
         self.dropped = 0
         """Pages that came after the first `head_pages` and are gone."""
         self.length = 0
+        self._shared = 0
+        """Positions before this one may be on pages that another table holds too."""
+        pool.hold(self)
+
+    @property
+    def state(self) -> State:
+        """What to assign to get back here. All that belongs together is set in one statement, before or after which
+        an exception or a signal may come, but never in between."""
+        return self.pages, self._breaks, self.dropped, self.length, self._shared
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.pages, self._breaks, self.dropped, self.length, self._shared = state
 
     @property
     def head_pages(self) -> int:
@@ -38,22 +52,15 @@ class PageTable:
 
     def append(self, count: int) -> None:
         """Make room for `count` more positions. Pages another table holds too are copied before they are written."""
-        if self.length % PAGE and self.pool.references(self.pages[-1]) > 1:
-            before = self.pages[-2] if len(self.pages) > 1 else None
-            shared = self.pages[-1]
-            [own] = self.pool.allocate(1, after=before)
-            try:
-                self.pool.copy_page(shared, own)
-            except BaseException:
-                self.pool.release([own])
-                raise
-            self._replace(len(self.pages) - 1, len(self.pages), [own])
-            self.pool.release([shared])
-        missing = -(-(self.length + count) // PAGE) - len(self.pages) - self.dropped
-        if missing > 0:
-            last = self.pages[-1] if self.pages else None
-            self._replace(len(self.pages), len(self.pages), self.pool.allocate(missing, after=last))
-        self.length += count
+        last = self.length // PAGE * PAGE  # where the page begins that is written first
+        held = len(self.pages)
+        shared = last < self.length and last < self._shared and self.pool.references(self.pages[-1]) > 1
+        kept = held - shared
+        missing = -(-(self.length + count) // PAGE) - self.dropped - kept
+        new = self.pool.free_pages(missing, self.pages[kept - 1] if kept > 0 else None) if missing > 0 else []
+        if shared:
+            self.pool.copy_page(self.pages[-1], new[0])
+        self._replace(kept, held, new, self.dropped, self.length + count, min(self._shared, last))
 
     def rewind(self, length: int) -> None:
         """Forget every position from `length` on and free the pages past it.
@@ -63,12 +70,8 @@ class PageTable:
         in_head = length <= self.head_pages * PAGE
         if not 0 <= length <= self.length or not (in_head or self._oldest_seen(length) // PAGE >= self._resumes_at):
             raise ValueError(f"cannot rewind {self.length} positions to {length}")
-        if in_head:
-            self.dropped = 0
-        kept = -(-length // PAGE) - self.dropped
-        self.pool.release(self.pages[kept:])
-        self._replace(kept, len(self.pages), [])
-        self.length = length
+        dropped = 0 if in_head else self.dropped
+        self._replace(-(-length // PAGE) - dropped, len(self.pages), [], dropped, length, self._shared)
 
     def settle(self, length: int) -> None:
         """Drop the pages that no row from position `length` on sees: there will be no rewind to before it."""
@@ -77,9 +80,7 @@ class PageTable:
         first = self.head_pages
         gone = min(self._oldest_seen(length) // PAGE - first - self.dropped, len(self.pages) - first)
         if gone > 0:
-            self.pool.release(self.pages[first : first + gone])
-            self._replace(first, first + gone, [])
-            self.dropped += gone
+            self._replace(first, first + gone, [], self.dropped + gone, self.length, self._shared)
 
     def _oldest_seen(self, position: int) -> int:
         """The first position after the sinks that the row at `position` sees."""
@@ -93,10 +94,13 @@ class PageTable:
     def fork(self) -> PageTable:
         """A second sequence with the same past, sharing its pages until one of the two writes."""
         other = PageTable(self.pool, self.sinks, self.window)
-        other.pages, other._breaks = list(self.pages), self._breaks
-        other.length, other.dropped = self.length, self.dropped
-        self.pool.retain(other.pages)
+        self._shared = self.length
+        other.state = self.state
         return other
+
+    def reserve(self, tokens: int) -> None:
+        """Have room for `tokens` positions held in all, allocated at once, or for as many as there is memory for."""
+        self.pool.reserve(-(-tokens // PAGE) - len(self.pages))
 
     @property
     def consecutive(self) -> bool:
@@ -108,14 +112,19 @@ class PageTable:
         page = position // PAGE
         return self.pages[page if page < self.head_pages else page - self.dropped] * PAGE + position % PAGE
 
-    def _replace(self, start: int, stop: int, pages: Sequence[int]) -> None:
+    def _replace(
+        self, start: int, stop: int, pages: list[int], dropped: int, length: int, shared: int
+    ) -> None:
         """Put `pages` in the place of those from `start` to `stop`, counting breaks only there: a pass asks more than
         once whether all pages follow one another, and there may be thousands."""
-        before = max(start - 1, 0)
-        self._breaks -= _breaks(self.pages[before : stop + 1])
-        self.pages[start:stop] = pages
-        self._breaks += _breaks(self.pages[before : start + len(pages) + 1])
+        replaced, breaks = self.pages, self._breaks
+        if start < stop or pages:
+            before = max(start - 1, 0)
+            breaks -= _breaks(replaced[before : stop + 1])
+            replaced = [*replaced[:start], *pages, *replaced[stop:]]
+            breaks += _breaks(replaced[before : start + len(pages) + 1])
+        self.state = replaced, breaks, dropped, length, shared
 
 
-def _breaks(pages: Sequence[int]) -> int:
+def _breaks(pages: list[int]) -> int:
     return sum(page + 1 != following for page, following in pairwise(pages))

@@ -19,11 +19,11 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_spec.architectures.definitions import model_classes
-from mlx_spec.errors import BadConfig, DoesNotFit, MLXSpecError, ModelNotFound, shortened
+from mlx_spec.errors import BadConfig, MLXSpecError, ModelNotFound, shortened
 from mlx_spec.loading import catalog, checkpoint, hub
 from mlx_spec.loading.pairing import compare_tokenizers
 from mlx_spec.loading.tokenizer import Tokenizer
-from mlx_spec.machine.memory import available_memory, check_fits, wired_limit
+from mlx_spec.machine.memory import available_memory, check_fits, gigabytes, memory_or, wired_limit
 
 __all__ = ["LoadedModel", "Source", "check_pair", "load", "load_pair", "resolve", "wired_limit"]
 
@@ -204,16 +204,15 @@ def _evaluate(name: str, module: nn.Module) -> None:
     waiting: list[mx.array] = []
     done = 0
     try:
-        for array in parameters:
-            waiting.append(array)
-            if sum(other.nbytes for other in waiting) >= _STEP_BYTES or array is parameters[-1]:
-                mx.eval(waiting)
-                done += sum(other.nbytes for other in waiting)
-                waiting = []
+        with memory_or(lambda: f"memory ran out after {gigabytes(done)} of {gigabytes(total)} of {name}; close other "
+                       "programs or choose a smaller model (`mlx-spec models`)."):
+            for array in parameters:
+                waiting.append(array)
+                if sum(other.nbytes for other in waiting) >= _STEP_BYTES or array is parameters[-1]:
+                    mx.eval(waiting)
+                    done += sum(other.nbytes for other in waiting)
+                    waiting = []
     except RuntimeError as error:
-        if "alloc" in str(error).lower() or "memory" in str(error).lower():
-            raise DoesNotFit(f"memory ran out after {done / 1e9:.1f} of {total / 1e9:.1f} GB of {name}; "
-                             "close other programs or choose a smaller model (`mlx-spec models`).") from error
         raise BadConfig(f"the weights of {name} cannot be read ({_first_line(error)}); download the model "
                         "again.") from error
 

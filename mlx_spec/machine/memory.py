@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
 
 from mlx_spec.errors import DoesNotFit
+
+MOST_CACHED = 2**28
+"""Bytes of freed buffers that MLX may keep between passes."""
+SMALLER_CACHE = "give a shorter prompt, a smaller --max-tokens (max_tokens=), --kv int8, or a --window."
+"""What to do where keys and values do not fit."""
+NO_MEMORY = f"no memory for a pass of the model; {SMALLER_CACHE}"
+_ALLOCATION = re.compile(r"alloc|(no|out ?of|insufficient) ?memory|resource limit", re.IGNORECASE)
 
 
 def check_fits(name: str, needed: int, available: int | None, smaller: Mapping[str, int]) -> None:
@@ -40,9 +48,29 @@ def check_cache_fits(tokens: int, needed: int) -> None:
     fitting = tokens * max(available, 0) // needed
     raise DoesNotFit(
         f"keys and values of {tokens} tokens need {gigabytes(needed)} more and {gigabytes(max(available, 0))} is "
-        f"available, enough for about {fitting} tokens; give a shorter prompt, a smaller --max-tokens (max_tokens=), "
-        "--kv int8, or a --window."
+        f"available, enough for about {fitting} tokens; {SMALLER_CACHE}"
     )
+
+
+@contextmanager
+def memory_or(message: str | Callable[[], str]) -> Iterator[None]:
+    """Raise DoesNotFit with this message where an allocation inside fails, be it MLX's or Python's. Every other
+    exception stays what it is."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # MLX has no type for it, only texts: "[malloc] Unable to allocate 123 bytes.", "[metal::malloc] Attempting to
+        # allocate ...", "... Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)".
+        if isinstance(error, RuntimeError) and not _ALLOCATION.search(str(error)):
+            raise
+        raise DoesNotFit(message if isinstance(message, str) else message()) from error
+
+
+def bound_cache() -> None:
+    """Have MLX give back the buffers it keeps for reuse once they are more than `MOST_CACHED` bytes. MLX itself lets
+    them grow up to the size of memory, and every length of a sequence leaves some that fit no other."""
+    if mx.get_cache_memory() > MOST_CACHED:
+        mx.clear_cache()
 
 
 def available_memory() -> int | None:

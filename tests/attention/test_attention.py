@@ -98,7 +98,8 @@ def scatter(pool: PagePool) -> None:
     """Take every second page of the pool for good, so that no table of two pages can be consecutive."""
     table = PageTable(pool)
     table.append(16 * PAGE)
-    pool.release(table.pages[1::2])
+    table.pages = table.pages[::2]
+    pool.scattered = table  # type: ignore[attr-defined]  # for as long as the pool lives
 
 
 PLAN = [1, 5, 57, 1, 1, 3, 60, 7, 2, 4, 6, 1]

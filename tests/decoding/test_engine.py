@@ -22,6 +22,7 @@ from mlx_spec.decoding.drafters.draft_model import DraftModel
 from mlx_spec.decoding.drafting import Drafting
 from mlx_spec.decoding.engine import Decoding, Round
 from mlx_spec.errors import MLXSpecError
+from mlx_spec.kv import PageTable
 from mlx_spec.settings import Sampling
 
 SIZE = 40
@@ -611,7 +612,9 @@ def test_generations_beside_one_another_do_not_touch(k: int) -> None:
     prompts = [[(7 * i + j) % SIZE for i in range(60)] for j in range(2)]
     alone = [Run(sampling=sampling, prompt=prompt, seed=5).go(k, 90) for prompt in prompts]
     runs = [Run(sampling=sampling, prompt=prompt, seed=5) for prompt in prompts]
-    runs[0].target.table.pool.allocate(1, after=runs[0].target.table.pages[-1])  # somebody else's, in the way
+    table = runs[0].target.table
+    other = PageTable(table.pool)  # somebody else's, in the way
+    other.pages = table.pool.free_pages(1, after=table.pages[-1])
     generators = [fixed(run.decoding, k).rounds(limit=90) for run in runs]
     open_ones = list(generators)
     while open_ones:
