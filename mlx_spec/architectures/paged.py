@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_spec.architectures.context import Tokens, token_array
 from mlx_spec.architectures.decoder import Decoder
-from mlx_spec.attention.attend import AttentionPass
+from mlx_spec.attention.choosing import attention_pass
 from mlx_spec.kv import PagePool, PageTable
 
 
@@ -77,7 +77,9 @@ class PagedContext:
         module, before = self._module, self.table.length
         self.table.append(tokens.size)
         try:
-            attention = AttentionPass(self.table.pool, [self.table], tokens.size, module.rotary, module.arguments.heads)
+            attention = attention_pass(
+                self.table.pool, [self.table], tokens.size, module.rotary, module.arguments.heads
+            )
             hidden = module.hidden(tokens[None], attention)[0]  # (n, hidden_size)
             if rows is not None and rows < tokens.size:
                 hidden = hidden[tokens.size - rows :]

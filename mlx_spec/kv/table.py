@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import mlx.core as mx
+
 from mlx_spec.kv.pool import PAGE, PagePool
 
 
@@ -22,6 +24,8 @@ class PageTable:
         """Those still held, in the order of their positions. Changed by `_replace` alone."""
         self._breaks = 0
         """How many of `pages` do not follow the one before."""
+        self._ids, self._known = mx.array([], mx.int32), 0
+        """`pages` when they were last asked for by `page_ids`, and how many of the first are still the same."""
         self.dropped = 0
         """Pages that came after the first `head_pages` and are gone."""
         self.length = 0
@@ -94,6 +98,7 @@ class PageTable:
         """A second sequence with the same past, sharing its pages until one of the two writes."""
         other = PageTable(self.pool, self.sinks, self.window)
         other.pages, other._breaks = list(self.pages), self._breaks
+        other._ids, other._known = self._ids, self._known
         other.length, other.dropped = self.length, self.dropped
         self.pool.retain(other.pages)
         return other
@@ -108,11 +113,21 @@ class PageTable:
         page = position // PAGE
         return self.pages[page if page < self.head_pages else page - self.dropped] * PAGE + position % PAGE
 
+    def page_ids(self) -> mx.array:
+        """`pages` as (n,) int32. Kept, so that a pass costs no more the longer the sequence is."""
+        if self._known < len(self.pages) or self._known < self._ids.size:
+            new = mx.array(self.pages[self._known :], mx.int32)
+            self._ids = mx.concatenate([self._ids[: self._known], new])
+            mx.async_eval(self._ids)  # a lazy array belongs to the thread that made it
+            self._known = len(self.pages)
+        return self._ids
+
     def _replace(self, start: int, stop: int, pages: Sequence[int]) -> None:
         """Put `pages` in the place of those from `start` to `stop`, counting breaks only there: a pass asks more than
         once whether all pages follow one another, and there may be thousands."""
         before = max(start - 1, 0)
         self._breaks -= _breaks(self.pages[before : stop + 1])
+        self._known = min(self._known, start)
         self.pages[start:stop] = pages
         self._breaks += _breaks(self.pages[before : start + len(pages) + 1])
 

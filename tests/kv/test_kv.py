@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from mlx_spec.attention.attend import _slots
+from mlx_spec.attention.attend import _written
 from mlx_spec.errors import DoesNotFit
-from mlx_spec.kv import PAGE, PagePool, PageTable
+from mlx_spec.kv import PAGE, PagePool, PageTable, of_pages
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 3
 
@@ -57,30 +57,30 @@ def write(table: PageTable, tokens: list[int]) -> None:
     """Append as one pass of attention does: lazily, layer by layer."""
     start, pool = table.length, table.pool
     table.append(len(tokens))
-    where, _ = _slots(table, start, read_all=False)
+    where = _written(table, start)
     for layer in range(LAYERS):
         new = zip(parts(pool, tokens, layer), arrays(pool), strict=True)
         pool.write(layer, where, [mx.array(part).astype(kind[layer].dtype) for part, kind in new])
 
 
 def check_contents(table: PageTable, tokens: list[int], gone: frozenset[int] = frozenset()) -> None:
-    """Every position whose page is not `gone`; if none is, both ways of reading."""
+    """Every position whose page is not `gone`, by its slot and by the pages; if all follow one another, as one run."""
     assert table.length == len(tokens)
     assert table.dropped == len(gone)
     assert len(table.pages) == -(-len(tokens) // PAGE) - len(gone)
     held = [position for position in range(len(tokens)) if position // PAGE not in gone]
     if not held:
         return
-    ways: list[slice | mx.array] = [mx.array([table.slot(position) for position in held])]
-    if not gone:
-        _, way = _slots(table, table.length, read_all=True)
-        assert isinstance(way, slice) == table.consecutive
-        ways.append(way)
+    slots = mx.array([table.slot(position) for position in held])
+    assert np.array(table.page_ids()).tolist() == table.pages
+    ways = [lambda array: array[:, :, slots], lambda array: of_pages(array, table.page_ids())[:, :, : len(held)]]
+    if table.consecutive:
+        ways.append(lambda array: array[:, :, table.slot(0) : table.slot(0) + len(held)])
     kept = [tokens[position] for position in held]
     for layer in range(LAYERS):
         for kind, expected in zip(arrays(table.pool), parts(table.pool, kept, layer), strict=True):
             for way in ways:
-                np.testing.assert_array_equal(np.array(kind[layer][:, :, way]), expected)
+                np.testing.assert_array_equal(np.array(way(kind[layer])), expected)
 
 
 def check_pool(pool: PagePool, tables: list[PageTable]) -> None:
