@@ -80,7 +80,7 @@ class PagedContext:
             attention = attention_pass(
                 self.table.pool, [self.table], tokens.size, module.rotary, module.arguments.heads
             )
-            hidden = module.hidden(tokens[None], attention)[0]  # (n, hidden_size)
+            hidden = module.hidden(tokens, attention)  # (n, hidden_size)
             if rows is not None and rows < tokens.size:
                 hidden = hidden[tokens.size - rows :]
             return module.logits(hidden)

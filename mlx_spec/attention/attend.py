@@ -50,6 +50,7 @@ class AttentionPass:
         quantize: Quantize = reference.quantize_kv,
         execute: registry.Execute = registry.execute,
     ) -> None:
+        self.batch = len(tables)
         self._pool, self._rotary, self._quantize = pool, rotary, quantize
         starts = [table.length - rows for table in tables]
         self._offset = starts[0] if len(tables) == 1 else mx.array(starts)

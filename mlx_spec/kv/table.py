@@ -21,11 +21,11 @@ class PageTable:
     def __init__(self, pool: PagePool, sinks: int = 0, window: int | None = None) -> None:
         self.pool, self.sinks, self.window = pool, sinks, window
         self.pages: list[int] = []
-        """Those still held, in the order of their positions. Changed by `_replace` alone."""
+        """Those still held, in the order of their positions. Never changed, always replaced, by `_replace` alone."""
         self._breaks = 0
         """How many of `pages` do not follow the one before."""
-        self._ids, self._known = mx.array([], mx.int32), 0
-        """`pages` when they were last asked for by `page_ids`, and how many of the first are still the same."""
+        self._ids = self.pages, mx.array([], mx.int32)
+        """What `page_ids` last gave, and for which `pages`."""
         self.dropped = 0
         """Pages that came after the first `head_pages` and are gone."""
         self.length = 0
@@ -98,7 +98,7 @@ class PageTable:
         """A second sequence with the same past, sharing its pages until one of the two writes."""
         other = PageTable(self.pool, self.sinks, self.window)
         other.pages, other._breaks = list(self.pages), self._breaks
-        other._ids, other._known = self._ids, self._known
+        other._ids = self._ids
         other.length, other.dropped = self.length, self.dropped
         self.pool.retain(other.pages)
         return other
@@ -114,21 +114,23 @@ class PageTable:
         return self.pages[page if page < self.head_pages else page - self.dropped] * PAGE + position % PAGE
 
     def page_ids(self) -> mx.array:
-        """`pages` as (n,) int32. Kept, so that a pass costs no more the longer the sequence is."""
-        if self._known < len(self.pages) or self._known < self._ids.size:
-            new = mx.array(self.pages[self._known :], mx.int32)
-            self._ids = mx.concatenate([self._ids[: self._known], new])
-            mx.async_eval(self._ids)  # a lazy array belongs to the thread that made it
-            self._known = len(self.pages)
-        return self._ids
+        """`pages` as (n,) int32. Kept, so that a pass costs the host no more the longer the sequence is."""
+        pages, (known, ids) = self.pages, self._ids
+        if known is not pages:
+            if known == pages[: len(known)]:
+                ids = mx.concatenate([ids, mx.array(pages[len(known) :], mx.int32)])
+            else:
+                ids = ids[: len(pages)] if pages == known[: len(pages)] else mx.array(pages, mx.int32)
+            mx.async_eval(ids)  # a lazy array belongs to the thread that made it
+            self._ids = pages, ids
+        return ids
 
     def _replace(self, start: int, stop: int, pages: Sequence[int]) -> None:
         """Put `pages` in the place of those from `start` to `stop`, counting breaks only there: a pass asks more than
         once whether all pages follow one another, and there may be thousands."""
         before = max(start - 1, 0)
         self._breaks -= _breaks(self.pages[before : stop + 1])
-        self._known = min(self._known, start)
-        self.pages[start:stop] = pages
+        self.pages = [*self.pages[:start], *pages, *self.pages[stop:]]
         self._breaks += _breaks(self.pages[before : start + len(pages) + 1])
 
 
