@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.attention.timing_ways import Chain
 from mlx_spec.kernels import reference, registry, self_check
-from mlx_spec.kernels.choice import Trial
 from mlx_spec.machine.remembered import Remembered
 
 
@@ -64,6 +64,6 @@ class Clock:
     def __init__(self, **times: float) -> None:
         self.times, self.asked = times, list[list[str]]()
 
-    def __call__(self, trials: Mapping[str, Trial]) -> dict[str, float]:
-        self.asked.append(sorted(trials))
-        return {way: self.times[way] for way in trials if way in self.times}
+    def __call__(self, chains: Mapping[str, Chain]) -> dict[str, float]:
+        self.asked.append(sorted(chains))
+        return {way: self.times[way] for way in chains if way in self.times}

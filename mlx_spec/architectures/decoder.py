@@ -106,24 +106,28 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(head_dim, eps=arguments.norm_epsilon)
 
     def __call__(self, x: mx.array, attention: AttentionPass) -> mx.array:
-        batch, n, _ = x.shape
-        queries = self.q_proj(x).reshape(batch, n, self._heads, -1)
-        keys = self.k_proj(x).reshape(batch, n, self._kv_heads, -1)
-        values = self.v_proj(x).reshape(batch, n, self._kv_heads, -1)
+        queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self._qk_norm:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
+            queries = self.q_norm(mx.unflatten(queries, -1, (self._heads, -1)))
+            keys = self.k_norm(mx.unflatten(keys, -1, (self._kv_heads, -1)))
         output = attention.attend(
-            self._layer, _by_head(queries), _by_head(keys), _by_head(values), self._scale
+            self._layer,
+            _by_head(queries, attention.batch, self._heads),
+            _by_head(keys, attention.batch, self._kv_heads),
+            _by_head(values, attention.batch, self._kv_heads),
+            self._scale,
         )  # (batch, heads, n, head_dim)
-        return self.o_proj(_by_head(output).reshape(batch, n, -1))
+        if 1 not in output.shape[1:3]:
+            output = output.transpose(0, 2, 1, 3)
+        return self.o_proj(output.reshape(x.shape[0], -1))
 
 
-def _by_head(x: mx.array) -> mx.array:
-    """(batch, n, heads, head_dim) -> (batch, heads, n, head_dim), and back."""
-    if 1 in x.shape[1:3]:  # the same order in memory: no transposition to compute later
-        batch, first, second, head_dim = x.shape
-        return x.reshape(batch, second, first, head_dim)
-    return x.transpose(0, 2, 1, 3)
+def _by_head(x: mx.array, batch: int, heads: int) -> mx.array:
+    """(batch * n, heads * head_dim) -> (batch, heads, n, head_dim)."""
+    n = x.shape[0] // batch
+    if n == 1 or heads == 1:  # the same order in memory: no transposition to compute later
+        return x.reshape(batch, heads, n, -1)
+    return x.reshape(batch, n, heads, -1).transpose(0, 2, 1, 3)
 
 
 class MLP(nn.Module):
@@ -172,7 +176,8 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(arguments.hidden_size, arguments.vocabulary_size, bias=False)
 
     def hidden(self, tokens: mx.array, attention: AttentionPass) -> mx.array:
-        """Tokens (batch, n) int32 -> hidden states before the last norm (batch, n, hidden_size)."""
+        """Tokens (batch * n,) int32, those of one sequence together -> hidden states before the last norm
+        (batch * n, hidden_size)."""
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x, attention)

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_spec.architectures.context import Tokens, token_array
 from mlx_spec.architectures.decoder import Decoder
-from mlx_spec.attention.attend import AttentionPass
+from mlx_spec.attention.choosing import attention_pass
 from mlx_spec.attention.window import IN_PASSING
 from mlx_spec.kv import PagePool, PageTable
 from mlx_spec.machine.memory import NO_MEMORY, bound_cache, memory_or
@@ -88,8 +88,8 @@ class PagedContext:
         try:
             with memory_or(NO_MEMORY):
                 self.table.append(tokens.size)
-                attention = AttentionPass(pool, [self.table], tokens.size, module.rotary, module.arguments.heads)
-                hidden = module.hidden(tokens[None], attention)[0]  # (n, hidden_size)
+                attention = attention_pass(pool, [self.table], tokens.size, module.rotary, module.arguments.heads)
+                hidden = module.hidden(tokens, attention)  # (n, hidden_size)
                 if rows is not None and rows < tokens.size:
                     hidden = hidden[tokens.size - rows :]
                 return module.logits(hidden)

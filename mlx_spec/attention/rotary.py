@@ -15,6 +15,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_spec.kernels import reference
+
 EXACT_FROM = 32768
 """From this position on the float32 angles of the fused kernel are too coarse."""
 
@@ -29,23 +31,11 @@ class RotaryRows:
 
     def rotate(self, x: mx.array) -> mx.array:
         """x (..., n, head_dim), row i rotated by position i; result of the same type."""
-        pairs = self._pairs(x)
-        swapped = pairs[..., ::-1] if self.interleaved else pairs[..., ::-1, :]  # a view, which costs no copy
-        return mx.flatten(_turned(pairs, swapped, *self._paired), -2)
-
-    def _pairs(self, x: mx.array) -> mx.array:
-        """(..., head_dim) as (..., head_dim / 2, 2) if interleaved, else (..., 2, head_dim / 2)."""
-        return mx.unflatten(x, -1, (-1, 2) if self.interleaved else (2, -1))
+        return reference.rotate(x, *self._paired, self.interleaved)
 
     @functools.cached_property
     def _paired(self) -> tuple[mx.array, mx.array]:
-        return self._pairs(self.cosines), self._pairs(self.sines)
-
-
-@functools.partial(mx.compile, shapeless=True)
-def _turned(x: mx.array, swapped: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
-    """One kernel instead of four: every layer of every pass does this."""
-    return (x * cosines + swapped * sines).astype(x.dtype)
+        return reference.paired(self.cosines, self.interleaved), reference.paired(self.sines, self.interleaved)
 
 
 class Rotary:

@@ -18,12 +18,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec import kernels
-from mlx_spec.attention import attend as attention
+from mlx_spec.attention import choosing
+from mlx_spec.attention.attend import WAYS
+from mlx_spec.attention.choosing import Times
+from mlx_spec.attention.timing_ways import Shape, ways_to_attend
 from mlx_spec.cli.progress import Progress
-from mlx_spec.kernels import registry, trials
-from mlx_spec.kernels.choice import Choice
-from mlx_spec.kernels.dispatch import kernel_variants
+from mlx_spec.kernels import registry
 from mlx_spec.kernels.self_check import ENDED, SelfCheck, fingerprint
 from mlx_spec.machine import memory, remembered
 
@@ -72,15 +72,18 @@ class Diagnosis:
         return {"variants": counts, **asdict(self)}
 
 
-def diagnose(progress: Progress, self_check: SelfCheck | None = None, choice: Choice | None = None) -> Diagnosis:
-    """Collects the facts and, where there is Metal, checks and times every kernel, whatever is remembered."""
+def diagnose(progress: Callable[[str, int, int], None]) -> Diagnosis:
+    """Collects the facts and, where there is Metal, checks and times every kernel, whatever is remembered.
+
+    progress is told what comes next, and how many of how many are done.
+    """
     diagnosis = Diagnosis(facts(), {name: _version(name) for name in PACKAGES})
     variants = all_variants()
     if not registry.available():
         diagnosis.note = WITHOUT_METAL
         diagnosis.kernels = [Kernel(v.kernel.name, v.name, "not checked") for v in variants]
         return diagnosis
-    self_check, choice = self_check or SelfCheck(kernels.memory()), choice or Choice(kernels.memory())
+    self_check, known = SelfCheck(choosing.memory()), Times(choosing.memory())
     shapes = typical_shapes()
     total = len(variants) + len(shapes)
     wrong: set[str] = set()
@@ -95,12 +98,12 @@ def diagnose(progress: Progress, self_check: SelfCheck | None = None, choice: Ch
     for done, shape in enumerate(shapes, len(variants)):
         progress(f"timing {shape}", done, total)
         # A kernel that is wrong is never taken, and may take for ever.
-        ways = tuple(
+        ways = [
             way
-            for way in (trials.DENSE, trials.SCATTERED, trials.VECTOR, trials.TILE, trials.GATHER)
-            if not wrong.intersection(variant.name for variant in kernel_variants(shape, way))
-        )
-        times = choice.milliseconds(str(shape), functools.partial(attention.trials, shape), ways, again=True)
+            for way in WAYS
+            if not wrong.intersection(variant.name for variant in choosing.kernel_variants(shape, way))
+        ]
+        times = known.milliseconds(str(shape), functools.partial(ways_to_attend, shape), ways, again=True)
         diagnosis.timings.append(Timing(str(shape), times))
     progress("done", total, total)
     return diagnosis
@@ -119,10 +122,10 @@ def all_variants() -> list[registry.Variant]:
     return sorted({variant.name: variant for variant in found}.values(), key=lambda v: registry.KERNELS.index(v.kernel))
 
 
-def typical_shapes() -> list[trials.Shape]:
+def typical_shapes() -> list[Shape]:
     """Of decoding and of verifying four drafts with models of 70B, 1B and 0.5B."""
     return [
-        trials.Shape(heads, kv_heads, head_dim, storage, mx.float16, rows, 4096).bucket
+        Shape(heads, kv_heads, head_dim, storage, mx.float16, rows, 4096).bucket
         for heads, kv_heads, head_dim in ((64, 8, 128), (32, 8, 64), (14, 2, 64))
         for storage in (mx.int8, mx.float16)
         for rows in (1, 5)

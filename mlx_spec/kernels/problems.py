@@ -15,10 +15,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec.kernels import reference
+from mlx_spec.kernels.reference import EVERYTHING
 from mlx_spec.kv import PAGE
 
-EVERYTHING = 2**30
-"""As a window: no position is hidden."""
 KV_HEADS = 2
 
 

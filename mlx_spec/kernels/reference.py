@@ -13,12 +13,16 @@ float32 and have been multiplied by the softmax scale and, for INT8, by the divi
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 
-from mlx_spec.kv import PAGE
+from mlx_spec.kv import PAGE, of_pages
 
 LENGTH, SINKS, WINDOW, HEAD_PAGES, DROPPED_PAGES = range(5)
 """Columns of `state`."""
+EVERYTHING = 2**30
+"""As a window: no position is hidden."""
 STATE_COLUMNS = 8
 LARGEST_SCALE = 65504
 """The largest float16."""
@@ -26,14 +30,22 @@ HIDDEN = -1e30
 """Score of what a row must not see: finite, so that a row of nothing else gives no NaN."""
 
 
+def paired(x: mx.array, interleaved: bool) -> mx.array:
+    """What is turned together: (..., head_dim) as (..., head_dim / 2, 2), neighbours, if interleaved, else as
+    (..., 2, head_dim / 2)."""
+    return mx.unflatten(x, -1, (-1, 2) if interleaved else (2, -1))
+
+
 def rotate(x: mx.array, cosines: mx.array, sines: mx.array, interleaved: bool) -> mx.array:
-    """x (..., n, head_dim) with each pair of channels turned: i
-    and i + head_dim / 2, or neighbours if interleaved."""
-    if interleaved:
-        swapped = mx.unflatten(x, -1, (-1, 2))[..., ::-1].flatten(-2)
-    else:
-        half = x.shape[-1] // 2
-        swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
+    """x (..., n, head_dim) with each pair of channels turned, by cosines and sines that are `paired` already."""
+    pairs = paired(x, interleaved)
+    swapped = pairs[..., ::-1] if interleaved else pairs[..., ::-1, :]  # a view, which costs no copy
+    return mx.flatten(_turned(pairs, swapped, cosines, sines), -2)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _turned(x: mx.array, swapped: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
+    """One kernel instead of four: every layer of every pass does this."""
     return (x * cosines + swapped * sines).astype(x.dtype)
 
 
@@ -47,7 +59,8 @@ def quantize_kv(
     Returns keys and values (batch, kv_heads, n, head_dim) int8 and their scales (batch, kv_heads, n) float16, in the
     order keys, key scales, values, value scales.
     """
-    rotated = rotate(keys.astype(mx.float32), cosines[:, None], sines[:, None], interleaved)
+    cosines, sines = paired(cosines[:, None], interleaved), paired(sines[:, None], interleaved)
+    rotated = rotate(keys.astype(mx.float32), cosines, sines, interleaved)
     quantized_keys, key_scales = quantize_rows(rotated / divisors[None, :, None])
     quantized_values, value_scales = quantize_rows(values.astype(mx.float32))
     return quantized_keys, key_scales, quantized_values, value_scales
@@ -82,17 +95,15 @@ def paged_attention(
     """
     batch, heads, n, head_dim = window_queries.shape
     kv_heads, count = keys.shape[1], pages.shape[1] * PAGE
-    slots = (pages[:, :, None] * PAGE + mx.arange(PAGE)).reshape(batch, count)
     index = mx.arange(pages.shape[1])
     logical = index + mx.where(index >= state[:, HEAD_PAGES, None], state[:, DROPPED_PAGES, None], 0)  # (batch, P)
     positions = (logical[:, :, None] * PAGE + mx.arange(PAGE)).reshape(batch, 1, 1, 1, count)
 
     def gathered(array: mx.array, scales: mx.array | None) -> mx.array:
         """(batch, kv_heads, 1, count, head_dim) float32"""
-        # Along the axis of the slots: indexing the first axis away would copy the whole array.
-        rows = mx.concatenate([mx.take(array, slots[b], axis=2) for b in range(batch)]).astype(mx.float32)
+        rows = mx.concatenate([of_pages(array, pages[b]) for b in range(batch)]).astype(mx.float32)
         if scales is not None:
-            rows *= mx.concatenate([mx.take(scales, slots[b], axis=2) for b in range(batch)])[..., None]
+            rows *= mx.concatenate([of_pages(scales, pages[b]) for b in range(batch)])[..., None]
         return rows[:, :, None]
 
     def grouped(queries: mx.array) -> mx.array:

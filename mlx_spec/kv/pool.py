@@ -96,7 +96,13 @@ class PagePool:
 
     def read(self, layer: int, slots: slice | mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """Keys and values (1, kv_heads, n, head_dim) of some slots; INT8 dequantized to `dtype`, keys still divided."""
-        parts = [arrays[layer][:, :, slots] for arrays in self._arrays]
+        return self._dequantized([arrays[layer][:, :, slots] for arrays in self._arrays], dtype)
+
+    def read_pages(self, layer: int, pages: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """As `read`, all slots of some pages (n,) int32."""
+        return self._dequantized([of_pages(arrays[layer], pages) for arrays in self._arrays], dtype)
+
+    def _dequantized(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         if not self.int8:
             return parts[0], parts[1]
         keys, key_scales, values, value_scales = parts
@@ -258,6 +264,14 @@ class PagePool:
     def evaluate(self) -> None:
         """Wait until every write has been made."""
         mx.eval(self._arrays, [divisor for divisor in self.divisors if divisor is not None])
+
+
+def of_pages(array: mx.array, pages: mx.array) -> mx.array:
+    """array (1, kv_heads, slots, ...) -> (1, kv_heads, n * PAGE, ...), the slots of `pages` (n,) int32.
+
+    Along the axis of the pages: indexing the first axis away would copy the whole array.
+    """
+    return mx.flatten(mx.take(mx.unflatten(array, 2, (-1, PAGE)), pages, axis=2), 2, 3)
 
 
 @functools.cache

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import mlx.core as mx
+
 from mlx_spec.kv.pool import PAGE, PagePool
 
 State = tuple[list[int], int, int, int, int]
@@ -23,6 +25,8 @@ class PageTable:
         """Those still held, in the order of their positions. Never changed, always replaced, by `_replace` alone."""
         self._breaks = 0
         """How many of `pages` do not follow the one before."""
+        self._ids = self.pages, mx.array([], mx.int32)
+        """What `page_ids` last gave, and for which `pages`."""
         self.dropped = 0
         """Pages that came after the first `head_pages` and are gone."""
         self.length = 0
@@ -95,7 +99,7 @@ class PageTable:
         """A second sequence with the same past, sharing its pages until one of the two writes."""
         other = PageTable(self.pool, self.sinks, self.window)
         self._shared = self.length
-        other.state = self.state
+        other.state, other._ids = self.state, self._ids
         return other
 
     def reserve(self, tokens: int) -> None:
@@ -111,6 +115,18 @@ class PageTable:
         """Where `position`, which must be held, is in the pool."""
         page = position // PAGE
         return self.pages[page if page < self.head_pages else page - self.dropped] * PAGE + position % PAGE
+
+    def page_ids(self) -> mx.array:
+        """`pages` as (n,) int32. Kept, so that a pass costs the host no more the longer the sequence is."""
+        pages, (known, ids) = self.pages, self._ids
+        if known is not pages:
+            if known == pages[: len(known)]:
+                ids = mx.concatenate([ids, mx.array(pages[len(known) :], mx.int32)])
+            else:
+                ids = ids[: len(pages)] if pages == known[: len(pages)] else mx.array(pages, mx.int32)
+            mx.async_eval(ids)  # a lazy array belongs to the thread that made it
+            self._ids = pages, ids
+        return ids
 
     def _replace(
         self, start: int, stop: int, pages: list[int], dropped: int, length: int, shared: int

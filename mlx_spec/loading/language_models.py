@@ -9,7 +9,7 @@ from mlx_spec.architectures.context import LanguageModel
 from mlx_spec.architectures.definitions import NATIVE, Decoder
 from mlx_spec.architectures.external import ExternalModel
 from mlx_spec.architectures.paged import PagedModel
-from mlx_spec.attention.attend import prepare
+from mlx_spec.attention.choosing import prepare
 from mlx_spec.attention.window import IN_PASSING
 from mlx_spec.errors import BadConfig
 from mlx_spec.kv import PAGE

@@ -10,7 +10,7 @@ import pytest
 from cache_positions import THETA, default_frequencies, rotated
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.attention.attend import AttentionPass
+from mlx_spec.attention.choosing import attention_pass
 from mlx_spec.attention.rotary import Rotary
 from mlx_spec.kv import PAGE, PagePool, PageTable
 
@@ -74,7 +74,7 @@ def step(sequences: list[Sequence], rows: int, tolerance: float) -> list[mx.arra
     for sequence in sequences:
         sequence.table.append(rows)
     tables = [sequence.table for sequence in sequences]
-    attention = AttentionPass(pool, tables, rows, first.rotary, first.heads)
+    attention = attention_pass(pool, tables, rows, first.rotary, first.heads)
     scale, outputs = pool.head_dim**-0.5, []
     for layer in range(len(pool.keys)):
         new = [sequence.new_rows(rows) for sequence in sequences]

@@ -13,7 +13,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from tiny import tiny_module
 
 from mlx_spec.architectures.paged import PagedModel
-from mlx_spec.attention.attend import AttentionPass
+from mlx_spec.attention.choosing import attention_pass
 from mlx_spec.attention.rotary import Rotary
 from mlx_spec.kernels import reference
 from mlx_spec.kv import PAGE, PagePool, PageTable
@@ -37,7 +37,7 @@ class Layer:
         """keys, values (kv_heads, n, head_dim) float32, keys not yet rotated."""
         rows, start = keys.shape[1], self.table.length
         self.table.append(rows)
-        attention = AttentionPass(self.pool, [self.table], rows, self.rotary, len(keys))
+        attention = attention_pass(self.pool, [self.table], rows, self.rotary, len(keys))
         arguments = [mx.array(x, dtype=mx.float32)[None].astype(self.pool.dtype) for x in (keys, keys, values)]
         attention.attend(0, *arguments, 1.0)
         keys, values = (np.array(x[0].astype(mx.float32), np.float64) for x in arguments[1:])

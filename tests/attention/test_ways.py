@@ -15,43 +15,42 @@ import pytest
 from kernel_problems import on_shim
 from kernel_stand_ins import Clock, Counting, memory, right
 
-from mlx_spec import kernels
-from mlx_spec.attention import attend as attention
-from mlx_spec.attention.attend import AttentionPass
+from mlx_spec.attention import choosing
+from mlx_spec.attention.attend import WAYS, AttentionPass, Way
+from mlx_spec.attention.choosing import Choosing, Times, attention_pass, pool_shape
 from mlx_spec.attention.rotary import Rotary
+from mlx_spec.attention.timing_ways import Chain, Shape, milliseconds_per_call, ways_to_attend, ways_to_quantize
 from mlx_spec.errors import DoesNotFit
-from mlx_spec.kernels import choice, problems, reference, registry, trials
-from mlx_spec.kernels.choice import Choice, Trial
-from mlx_spec.kernels.dispatch import Dispatch, pool_shape
+from mlx_spec.kernels import problems, reference, registry
 from mlx_spec.kernels.self_check import Mismatch, SelfCheck, compare
 from mlx_spec.kv import PAGE, PagePool, PageTable
 
 
-def some_trials() -> Mapping[str, Trial]:
+def some_chains() -> Mapping[str, Chain]:
     return {way: lambda calls: mx.zeros(1) for way in ("dense", "vector", "tile", "gather")}
 
 
 def test_the_fastest_is_measured_once_and_remembered(tmp_path: Path) -> None:
     clock = Clock(vector=2, tile=1, gather=9, dense=0.5)
-    chosen = Choice(memory(tmp_path), clock)
-    assert chosen.fastest("shape", some_trials, ("vector", "tile", "gather")) == "tile"
-    assert chosen.fastest("shape", some_trials, ("vector", "gather")) == "vector"
-    assert Choice(memory(tmp_path), clock).fastest("shape", some_trials, ("vector", "tile")) == "tile"
+    chosen = Times(memory(tmp_path), clock)
+    assert chosen.fastest("shape", some_chains, ("vector", "tile", "gather")) == "tile"
+    assert chosen.fastest("shape", some_chains, ("vector", "gather")) == "vector"
+    assert Times(memory(tmp_path), clock).fastest("shape", some_chains, ("vector", "tile")) == "tile"
     assert clock.asked == [["gather", "tile", "vector"]]
-    assert chosen.fastest("shape", some_trials, ("vector", "tile", "dense")) == "dense"
-    assert chosen.fastest("other", some_trials, ("gather",)) == "gather"
+    assert chosen.fastest("shape", some_chains, ("vector", "tile", "dense")) == "dense"
+    assert chosen.fastest("other", some_chains, ("gather",)) == "gather"
     assert clock.asked[1:] == [["dense", "tile", "vector"]]
-    assert chosen.fastest("other", some_trials, ("tile", "vector")) == "tile"
+    assert chosen.fastest("other", some_chains, ("tile", "vector")) == "tile"
     assert len(clock.asked) == 3
 
 
 def test_ways_that_cannot_be_timed_are_not_taken(tmp_path: Path) -> None:
     clock = Clock(gather=9)
-    chosen = Choice(memory(tmp_path), clock)
-    assert chosen.fastest("shape", some_trials, ("tile", "gather")) == "gather"
-    assert chosen.fastest("shape", some_trials, ("tile", "gather")) == "gather"
+    chosen = Times(memory(tmp_path), clock)
+    assert chosen.fastest("shape", some_chains, ("tile", "gather")) == "gather"
+    assert chosen.fastest("shape", some_chains, ("tile", "gather")) == "gather"
     assert len(clock.asked) == 1
-    assert Choice(memory(tmp_path), Clock()).fastest("new", some_trials, ("tile", "gather")) == "gather"
+    assert Times(memory(tmp_path), Clock()).fastest("new", some_chains, ("tile", "gather")) == "gather"
 
 
 def test_what_the_host_does_counts() -> None:
@@ -59,7 +58,7 @@ def test_what_the_host_does_counts() -> None:
         time.sleep(3e-3 * calls)
         return mx.zeros(1)
 
-    times = choice.measure({"slow": slow_to_build, "fast": lambda calls: mx.zeros(1)})
+    times = milliseconds_per_call({"slow": slow_to_build, "fast": lambda calls: mx.zeros(1)})
     assert times["slow"] >= 3 > times["fast"]
 
 
@@ -75,14 +74,14 @@ def test_what_fails_at_any_time_is_left_out(error: Exception, at: int) -> None:
             raise error
         return mx.zeros(1)
 
-    assert set(choice.measure({"failing": failing, "fast": lambda calls: mx.zeros(1)})) == {"fast"}
+    assert set(milliseconds_per_call({"failing": failing, "fast": lambda calls: mx.zeros(1)})) == {"fast"}
 
 
-def test_trials_that_cannot_be_made_are_no_error(tmp_path: Path) -> None:
-    def full() -> Mapping[str, Trial]:
+def test_ways_that_cannot_be_made_are_no_error(tmp_path: Path) -> None:
+    def full() -> Mapping[str, Chain]:
         raise DoesNotFit("no memory")
 
-    assert Choice(memory(tmp_path), Clock(tile=1, gather=2)).fastest("s", full, ("tile", "gather")) == "gather"
+    assert Times(memory(tmp_path), Clock(tile=1, gather=2)).fastest("s", full, ("tile", "gather")) == "gather"
 
 
 def test_measuring_tells_slow_from_fast() -> None:
@@ -97,24 +96,24 @@ def test_measuring_tells_slow_from_fast() -> None:
     def broken(calls: int) -> mx.array:
         raise RuntimeError("out of memory")
 
-    times = choice.measure({"slow": slow, "fast": lambda calls: matrix[0] + calls, "broken": broken})
+    times = milliseconds_per_call({"slow": slow, "fast": lambda calls: matrix[0] + calls, "broken": broken})
     assert set(times) == {"slow", "fast"}
     assert times["slow"] > times["fast"] > 0
 
 
 @pytest.mark.parametrize("storage", [mx.int8, mx.float32], ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_all_ways_of_a_trial_attend_to_the_same(storage: mx.Dtype, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_is_timed_attends_to_the_same(storage: mx.Dtype, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros tell nothing apart, so they are replaced."""
     random = np.random.default_rng(batch)
 
     def noise(shape: Sequence[int], dtype: mx.Dtype = mx.float32) -> mx.array:
         return mx.array(random.integers(-3, 4, shape)).astype(dtype)
 
-    shape = trials.Shape(4, 2, 64, storage, mx.float32, 3, 256, batch)
+    shape = Shape(4, 2, 64, storage, mx.float32, 3, 256, batch)
     with monkeypatch.context() as patched:
         patched.setattr(mx, "zeros", noise)
-        ways = attention.trials(shape, right)
+        ways = ways_to_attend(shape, right)
     results = {way: np.array(trial(1)) for way, trial in ways.items()}
     assert len(results) == 5
     for result in results.values():
@@ -123,8 +122,8 @@ def test_all_ways_of_a_trial_attend_to_the_same(storage: mx.Dtype, batch: int, m
         np.testing.assert_allclose(result, results["gather"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("way", [trials.DENSE, trials.SCATTERED, trials.VECTOR, trials.TILE, trials.GATHER])
-def test_a_trial_is_what_a_pass_does_but_for_writing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_timed_is_what_a_pass_does_but_for_writing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the fused kernel rotates queries and keys, once per layer each; attention waits for the keys."""
     calls: list[tuple[int, ...]] = []
     rotated_keys: list[mx.array] = []
@@ -146,25 +145,25 @@ def test_a_trial_is_what_a_pass_does_but_for_writing(way: str, monkeypatch: pyte
     monkeypatch.setattr(Rotary, "rows", None)
     monkeypatch.setattr(Rotary, "fused", counted)
     monkeypatch.setattr(mx, "depends", waiting)
-    trial = attention.trials(trials.Shape(4, 2, 64, mx.float16, mx.float16, 3, 256), right)[way]
+    trial = ways_to_attend(Shape(4, 2, 64, mx.float16, mx.float16, 3, 256), right)[way]
     trial(2)
     assert calls == [(1, 2, 3, 64), (1, 4, 3, 64)] * 2
     assert [id(array) for array in waited_for] == [id(array) for array in rotated_keys]
 
 
-def test_int8_rotates_queries_by_rows_in_trials_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_rotates_queries_by_rows_when_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(Rotary, "fused", None)
-    for trial in attention.trials(trials.Shape(4, 2, 64, mx.int8, mx.float16, 3, 256), right).values():
+    for trial in ways_to_attend(Shape(4, 2, 64, mx.int8, mx.float16, 3, 256), right).values():
         assert trial(1).shape == (1, 4, 3, 64)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("way", [trials.VECTOR, trials.TILE])
-def test_a_kernel_costs_no_other_rotation(way: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["vector", "tile"])
+def test_a_kernel_costs_no_other_rotation(way: Way, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is hidden and positions are small, a GPU's fused kernel serves both ways."""
     made = PagePool(layers=1, kv_heads=2, head_dim=64, dtype=mx.float32)
-    rotary, table, chosen = Rotary(nn.RoPE(64), 64), PageTable(made), {"way": None}
+    rotary, table, chosen = Rotary(nn.RoPE(64), 64), PageTable(made), "dense"
     random, outputs = np.random.default_rng(rows), []
     for count in (70, rows):
         table.append(count)
@@ -173,22 +172,22 @@ def test_a_kernel_costs_no_other_rotation(way: str, rows: int, monkeypatch: pyte
         if on_gpu:
             monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
             monkeypatch.setattr(Rotary, "rows", None)
-            chosen = {"way": way}
-        passed = AttentionPass(made, [table], rows, rotary, **chosen, execute=right)
+            chosen = way
+        passed = AttentionPass(made, [table], rows, rotary, chosen, execute=right)
         outputs.append(np.array(passed.attend(0, *new, 0.125)))
     np.testing.assert_allclose(outputs[1], outputs[0], atol=1e-4)
 
 
-def test_trials_of_quantization() -> None:
-    ways = trials.quantization(1, 2, 4, 64, mx.float16, False, right)
-    assert set(ways) == {trials.KERNEL, trials.PLAIN}
+def test_ways_to_quantize_are_timed() -> None:
+    ways = ways_to_quantize(2, 4, 64, mx.float16, False, right)
+    assert set(ways) == {"kernel", "plain"}
     assert {trial(3).shape for trial in ways.values()} == {(1, 2, 4, 64)}
 
 
 def test_few_shapes_stand_for_all() -> None:
     def bucket(rows: int, length: int, **more: Any) -> tuple[int, int]:
         fields = {"heads": 64, "kv_heads": 8, "head_dim": 128, "storage": mx.int8, "dtype": mx.float16, **more}
-        shape = trials.Shape(rows=rows, length=length, **fields).bucket
+        shape = Shape(rows=rows, length=length, **fields).bucket
         return shape.rows, shape.length
 
     assert bucket(1, 1) == (1, 256)
@@ -200,7 +199,7 @@ def test_few_shapes_stand_for_all() -> None:
 
 
 def test_the_buckets_of_all_that_may_come() -> None:
-    shape = trials.Shape(64, 8, 128, mx.int8, mx.float16, 16, 1025)
+    shape = Shape(64, 8, 128, mx.int8, mx.float16, 16, 1025)
     assert [(bucket.rows, bucket.length) for bucket in shape.buckets] == [
         (rows, length) for length in (256, 1024, 4096) for rows in (1, 2, 4, 8, 16)
     ]
@@ -227,17 +226,20 @@ class Recording:
 
 
 def attend(
-    decided: Dispatch, recording: registry.Execute, arguments: dict[str, Any], plain: str = trials.GATHER
+    decided: Choosing, recording: registry.Execute, arguments: dict[str, Any], plain: Way = "gather"
 ) -> np.ndarray:
     """What a pass does."""
     batch, heads, rows, head_dim = arguments["window_queries"].shape
     keys, held = arguments["keys"], arguments["pages"].shape[1] * PAGE
-    shape = trials.Shape(heads, keys.shape[1], head_dim, keys.dtype, arguments["dtype"], rows, held, batch)
-    way = decided.way(shape, plain, attention.trials)
-    return np.array(kernels.attending(way, held, recording)(**arguments))
+    shape = Shape(heads, keys.shape[1], head_dim, keys.dtype, arguments["dtype"], rows, held, batch)
+    way = decided.way(shape, plain)
+    if way == "gather":
+        return np.array(reference.paged_attention(**arguments))
+    assert way in ("vector", "tile")
+    return np.array(registry.paged_attention(**arguments, longest=held, kernel=way, execute=recording))
 
 
-def quantize(decided: Dispatch, keys: mx.array, *others: Any) -> Sequence[mx.array]:
+def quantize(decided: Choosing, keys: mx.array, *others: Any) -> Sequence[mx.array]:
     """What a pass does."""
     batch, kv_heads, rows, head_dim = keys.shape
     return decided.quantizing(kv_heads, batch * rows, head_dim, keys.dtype, others[-1])(keys, *others)
@@ -245,8 +247,8 @@ def quantize(decided: Dispatch, keys: mx.array, *others: Any) -> Sequence[mx.arr
 
 def dispatch(
     folder: Path, execute: registry.Execute, clock: Clock, compare: Callable[..., None] | None = None
-) -> Dispatch:
-    return Dispatch(SelfCheck(memory(folder), execute, compare or Counting()), Choice(memory(folder), clock), execute)
+) -> Choosing:
+    return Choosing(SelfCheck(memory(folder), execute, compare or Counting()), Times(memory(folder), clock), execute)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +291,7 @@ def test_nothing_is_timed_where_no_kernel_is_right(tmp_path: Path) -> None:
     assert np.array_equal(result, np.array(reference.paged_attention(**arguments)))
     new = mx.ones((1, 2, 3, 64), mx.float16)
     quantize(decided, new, new, mx.ones((1, 3, 64)), mx.zeros((1, 3, 64)), mx.ones((2, 64)), False)
-    assert decided.way(pool_shape(pool(64), 3, 4), "dense", attention.trials) == "dense"
+    assert decided.way(pool_shape(pool(64), 3, 4), "dense") == "dense"
     assert (recording.kernels, clock.asked) == ([], [])
 
 
@@ -310,7 +312,7 @@ def test_the_real_comparison_decides(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_a_head_size_without_kernel_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recording, clock = Recording(), Clock()
     decided = dispatch(tmp_path, recording, clock)
-    assert decided.way(pool_shape(pool(72), 1, 4), "dense", attention.trials) == "dense"
+    assert decided.way(pool_shape(pool(72), 1, 4), "dense") == "dense"
     assert not caplog.records
     for rows in (1, 3, 3):
         arguments = attention_arguments(72, rows)
@@ -336,9 +338,9 @@ def test_many_rows_take_a_kernel_where_something_is_hidden(
     np.testing.assert_allclose(attend(decided, recording, arguments), expected, atol=2e-3)
     assert recording.kernels == ["paged_attention_tile", "paged_attention_combine"]
     timed = "2 x 16 rows of 4/2 heads x 64, 1024 tokens in int8, float16"
-    assert Choice(memory(tmp_path), Clock()).knows(timed, ("vector", "tile", "gather"))
+    assert Times(memory(tmp_path), Clock()).knows(timed, ("vector", "tile", "gather"))
     for plain in ("dense", "scattered"):  # one matrix product for all rows, as for a prompt
-        assert decided.way(pool_shape(pool(64), rows, 4), plain, attention.trials) == plain
+        assert decided.way(pool_shape(pool(64), rows, 4), plain) == plain
     assert len(clock.asked) == 1
     assert not caplog.records
 
@@ -373,7 +375,7 @@ def test_a_pass_takes_what_is_the_fastest(
     outputs = []
     for kernels_there in (False, True):
         recording = Recording()
-        mac()
+        mac(execute=recording)
         monkeypatch.setattr(registry, "available", lambda there=kernels_there: there)
         made = PagePool(layers=1, kv_heads=2, head_dim=64, dtype=mx.float32, int8=int8)
         rotary, random = Rotary(nn.RoPE(64), 64), np.random.default_rng(rows)
@@ -383,7 +385,7 @@ def test_a_pass_takes_what_is_the_fastest(
         for table, count in ((whole, 64), (window, 60), (window, 60), (window, rows), (whole, rows), (whole, 60)):
             table.append(count)
             new = [mx.array(random.standard_normal((1, n, count, 64)).astype(np.float32)) for n in (4, 2, 2)]
-            passed = AttentionPass(made, [table], count, rotary, heads=4, execute=recording)
+            passed = attention_pass(made, [table], count, rotary, heads=4)
             outputs.append(np.array(passed.attend(0, *new, 0.125)))
         attended = [name for name in recording.kernels if name.startswith("paged_attention_vector")]
         # Hidden: 60 and `rows` rows. Not hidden: `rows` rows on pages that do not follow one another.
@@ -414,28 +416,33 @@ def test_a_kernel_is_preferred_where_it_is_faster(tmp_path: Path, int8: bool) ->
     decided = dispatch(tmp_path, Recording(), clock)
     shape = pool_shape(pool(64, int8), 3, 4)
     assert (shape.length, shape.storage) == (192, mx.int8 if int8 else mx.float16)
-    assert decided.way(shape, "dense", attention.trials) == "dense"
-    assert decided.way(shape, "scattered", attention.trials) == "vector"
-    assert decided.way(pool_shape(pool(64, int8), 17, 4), "scattered", attention.trials) == "scattered"
+    assert decided.way(shape, "dense") == "dense"
+    assert decided.way(shape, "scattered") == "vector"
+    assert decided.way(pool_shape(pool(64, int8), 17, 4), "scattered") == "scattered"
     assert clock.asked == [["dense", "tile", "vector"], ["scattered", "tile", "vector"]]
 
 
 def test_without_metal_the_twins_do_it_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(registry, "available", lambda: False)
-    monkeypatch.setattr(kernels, "on_this_machine", lambda: pytest.fail("nothing is to be checked"))
-    shape = pool_shape(pool(64), 1, 4, 100)
-    for plain in ("dense", "scattered", "gather"):
-        assert kernels.way(shape, plain, attention.trials) == plain
-    assert kernels.quantizing(2, 1, 64, mx.float16, False) is reference.quantize_kv
-    attention.prepare(pool(64), 4, Rotary(nn.RoPE(64), 64), window=True)
+    monkeypatch.setattr(choosing, "on_this_machine", lambda: pytest.fail("nothing is to be checked"))
+    monkeypatch.setattr(choosing, "AttentionPass", lambda *given: given)
+    made, rotary = pool(64), Rotary(nn.RoPE(64), 64)
+    whole, broken, hiding = PageTable(made), PageTable(made), PageTable(made, 4, 65)
+    for table, count in ((broken, 64), (whole, 100), (broken, 16 * PAGE), (hiding, 100)):
+        table.append(count)
+    chosen = [attention_pass(made, [table], 1, rotary, 4)[4:] for table in (whole, broken, hiding)]
+    assert chosen == [("dense",), ("scattered",), ("gather",)]
+    assert AttentionPass.__init__.__defaults__ == (reference.quantize_kv, registry.execute)
+    choosing.prepare(pool(64), 4, Rotary(nn.RoPE(64), 64), window=True)
     monkeypatch.setattr(registry, "available", lambda: True)
     recording = Recording()
     decided = dispatch(tmp_path, recording, Clock(vector=1, tile=2, scattered=2, gather=2, kernel=1, plain=2))
-    monkeypatch.setattr(kernels, "on_this_machine", lambda: decided)
-    for plain in ("scattered", "gather"):
-        assert kernels.way(shape, plain, attention.trials) == "vector"
+    monkeypatch.setattr(choosing, "on_this_machine", lambda: decided)
+    for table in (broken, hiding):
+        _, _, _, _, way, quantizing, execute = attention_pass(made, [table], 1, rotary, 4)
+        assert (way, execute) == ("vector", recording)
     arguments = problems.quantization_problems(64, mx.float16, False)[1]
-    kernels.quantizing(11, 1, 64, mx.float16, False)(*arguments)
+    quantizing(*arguments)
     assert recording.kernels == ["quantize_kv"]
 
 
@@ -447,11 +454,11 @@ def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
     """Starts a process on the one machine, whose kernels and clock are stand-ins."""
     monkeypatch.setattr(registry, "available", lambda: True)
 
-    def start(error: Exception | None = None) -> tuple[Clock, Counting]:
+    def start(error: Exception | None = None, execute: registry.Execute = right) -> tuple[Clock, Counting]:
         clock = Clock(vector=2, tile=3, dense=1, scattered=4, gather=5, kernel=1, plain=2)
         checks = Counting(error)
-        decided = dispatch(tmp_path, right, clock, checks)
-        monkeypatch.setattr(kernels, "on_this_machine", lambda: decided)
+        decided = dispatch(tmp_path, execute, clock, checks)
+        monkeypatch.setattr(choosing, "on_this_machine", lambda: decided)
         return clock, checks
 
     return start
@@ -459,12 +466,13 @@ def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
 
 def use(made: PagePool, window: bool) -> set[str]:
     """Every pass that a model may ask for: rows, lengths, and what it finds in the pool."""
-    plain = ("dense", "scattered", *(["gather"] if window else []))
+    plain: tuple[Way, ...] = ("dense", "scattered", "gather") if window else ("dense", "scattered")
+    decided = choosing.on_this_machine()
     for rows in (*range(1, 18), 40, 64, 512):
         if made.int8:
-            kernels.quantizing(2, rows, 64, mx.float16, False)
+            decided.quantizing(2, rows, 64, mx.float16, False)
     return {
-        kernels.way(pool_shape(made, rows, 6, length), way, attention.trials)
+        decided.way(pool_shape(made, rows, 6, length), way)
         for rows in (*range(1, 18), 40, 64)
         for length in (64, 320, 1024, 3000)
         for way in plain
@@ -478,7 +486,7 @@ def test_all_is_found_out_before_the_first_answer(
 ) -> None:
     made, rotary = pool(64, int8), Rotary(nn.RoPE(64), 64)
     clock, checks = mac()
-    attention.prepare(made, 6, rotary, window=window, length=3000)
+    choosing.prepare(made, 6, rotary, window=window, length=3000)
     [record] = caplog.records
     assert (record.name, record.levelname) == ("mlx_spec", "WARNING")
     assert record.getMessage() == "checking and timing the Metal kernels on this machine, once"
@@ -489,13 +497,13 @@ def test_all_is_found_out_before_the_first_answer(
     assert (len(clock.asked), checks.calls) == (asked, checked)
     # Another process finds all of it remembered.
     clock, checks = mac()
-    attention.prepare(made, 6, rotary, window=window, length=3000)
-    attention.prepare(made, 6, rotary, window=window, length=3000)
+    choosing.prepare(made, 6, rotary, window=window, length=3000)
+    choosing.prepare(made, 6, rotary, window=window, length=3000)
     use(made, window)
     assert (clock.asked, checks.calls) == ([], 0)
     assert len(caplog.records) == 1
     # More positions, or another storage, are another matter.
-    attention.prepare(made, 6, rotary, window=window)
+    choosing.prepare(made, 6, rotary, window=window)
     assert len(clock.asked) == 5
     assert len(caplog.records) == 2
 
@@ -506,7 +514,7 @@ def test_kernels_that_fail_are_off_and_no_error(
 ) -> None:
     made = pool(64)
     clock, _ = mac(error)
-    attention.prepare(made, 4, Rotary(nn.RoPE(64), 64), window=True)
+    choosing.prepare(made, 4, Rotary(nn.RoPE(64), 64), window=True)
     assert clock.asked == []
     messages = [record.getMessage() for record in caplog.records]
     assert "checking and timing" in messages[0]
@@ -520,10 +528,10 @@ def test_a_head_size_without_kernel_is_said_beforehand(
 ) -> None:
     clock, checks = mac()
     rotary = Rotary(nn.RoPE(72), 72)
-    attention.prepare(pool(72, int8=False), 4, rotary, window=False)
+    choosing.prepare(pool(72, int8=False), 4, rotary, window=False)
     assert not caplog.records
-    attention.prepare(pool(72, int8=True), 4, rotary, window=False)
-    attention.prepare(pool(72, int8=False), 4, rotary, window=True)
+    choosing.prepare(pool(72, int8=True), 4, rotary, window=False)
+    choosing.prepare(pool(72, int8=False), 4, rotary, window=True)
     [record] = caplog.records
     assert "heads of 72 channels" in record.getMessage()
     assert (clock.asked, checks.calls) == ([], 0)
@@ -532,15 +540,15 @@ def test_a_head_size_without_kernel_is_said_beforehand(
 def test_preparing_measures_for_real_and_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real clock and comparison, and twins for kernels."""
     monkeypatch.setattr(registry, "available", lambda: True)
-    decided = Dispatch(SelfCheck(memory(tmp_path), right), Choice(memory(tmp_path)), right)
-    monkeypatch.setattr(kernels, "on_this_machine", lambda: decided)
+    decided = Choosing(SelfCheck(memory(tmp_path), right), Times(memory(tmp_path)), right)
+    monkeypatch.setattr(choosing, "on_this_machine", lambda: decided)
     made = pool(64)
     mx.synchronize()
     before = mx.get_active_memory()
-    attention.prepare(made, 4, Rotary(nn.RoPE(64), 64), window=True, length=200)
+    choosing.prepare(made, 4, Rotary(nn.RoPE(64), 64), window=True, length=200)
     assert mx.get_active_memory() <= before + 2**20
     assert mx.get_cache_memory() == 0
-    known = Choice(memory(tmp_path), Clock())
+    known = Times(memory(tmp_path), Clock())
     for rows in (1, 2, 4, 8, 16):
         shape = pool_shape(made, rows, 4, 200).bucket
         assert known.knows(str(shape), ("dense", "scattered", "vector", "tile", "gather"))
@@ -548,9 +556,9 @@ def test_preparing_measures_for_real_and_keeps_no_memory(tmp_path: Path, monkeyp
 
 @pytest.mark.metal
 def test_times_on_this_machine() -> None:
-    shape = trials.Shape(32, 8, 64, mx.int8, mx.float16, 4, 1024)
-    times = choice.measure(attention.trials(shape))
-    assert set(times) == {trials.DENSE, trials.SCATTERED, trials.VECTOR, trials.TILE, trials.GATHER}
+    shape = Shape(32, 8, 64, mx.int8, mx.float16, 4, 1024)
+    times = milliseconds_per_call(ways_to_attend(shape))
+    assert set(times) == set(WAYS)
     assert all(0 < time < 1000 for time in times.values())
 
 

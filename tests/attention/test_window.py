@@ -16,7 +16,7 @@ from tiny import fixed, tiny_module
 
 from mlx_spec.architectures.context import prefill
 from mlx_spec.architectures.paged import PagedContext, PagedModel
-from mlx_spec.attention.attend import AttentionPass
+from mlx_spec.attention.choosing import attention_pass
 from mlx_spec.attention.rotary import Rotary
 from mlx_spec.decoding.drafters.draft_model import DraftModel
 from mlx_spec.decoding.drafting import Drafting
@@ -72,7 +72,7 @@ def step(streams: Sequence[Stream], rows: int) -> None:
     first = streams[0]
     for stream in streams:
         stream.table.append(rows)
-    attention = AttentionPass(first.pool, [stream.table for stream in streams], rows, first.rotary, first.heads)
+    attention = attention_pass(first.pool, [stream.table for stream in streams], rows, first.rotary, first.heads)
     new = [stream.new_rows(rows) for stream in streams]
     scale = first.pool.head_dim**-0.5
     output = attention.attend(0, *(mx.array(np.stack(part)) for part in zip(*new, strict=True)), scale)

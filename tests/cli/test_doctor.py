@@ -18,11 +18,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_spec import kernels
+from mlx_spec.attention import choosing
+from mlx_spec.attention.choosing import Times
+from mlx_spec.attention.timing_ways import Chain
 from mlx_spec.cli import diagnosis
 from mlx_spec.cli.main import main
 from mlx_spec.kernels import registry
-from mlx_spec.kernels.choice import Choice, Trial
 from mlx_spec.kernels.self_check import Mismatch, SelfCheck, fingerprint
 from mlx_spec.machine.remembered import Remembered
 
@@ -44,7 +45,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remembered:
     kept = Remembered(tmp_path / "kernels.json", "M1")
-    monkeypatch.setattr(kernels, "memory", lambda: kept)
+    monkeypatch.setattr(choosing, "memory", lambda: kept)
     return kept
 
 
@@ -57,12 +58,12 @@ def mac(memory: Remembered, monkeypatch: pytest.MonkeyPatch) -> dict[str, Except
         if variant.name in errors:
             raise errors[variant.name]
 
-    def measure(trials: Mapping[str, Trial]) -> dict[str, float]:
+    def measure(trials: Mapping[str, Chain]) -> dict[str, float]:
         return {way: len(way) / 8 for way in trials}
 
     monkeypatch.setattr(registry, "available", lambda: True)
     monkeypatch.setattr(diagnosis, "SelfCheck", functools.partial(SelfCheck, compare=compare))
-    monkeypatch.setattr(diagnosis, "Choice", functools.partial(Choice, measure=measure))
+    monkeypatch.setattr(diagnosis, "Times", functools.partial(Times, measure=measure))
     return errors
 
 
@@ -174,7 +175,7 @@ def test_what_the_doctor_finds_is_what_later_runs_use(
     answers = [checks.trusts(variant) for variant in diagnosis.all_variants()]
     assert answers.count(False) == 1
     shape = diagnosis.typical_shapes()[0]
-    assert Choice(memory, never).fastest(str(shape), dict, ("vector", "dense")) == "dense"
+    assert Times(memory, never).fastest(str(shape), dict, ("vector", "dense")) == "dense"
 
 
 def test_nothing_personal_is_in_the_report(run: Run, mac: dict[str, Exception]) -> None:

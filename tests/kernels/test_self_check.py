@@ -18,8 +18,8 @@ import pytest
 from kernel_problems import on_shim
 from kernel_stand_ins import Counting, attended, memory, right
 
+from mlx_spec.attention.choosing import Times
 from mlx_spec.kernels import problems, reference, registry, self_check
-from mlx_spec.kernels.choice import Choice
 from mlx_spec.kernels.self_check import Mismatch, SelfCheck, compare
 from mlx_spec.machine import remembered
 from mlx_spec.machine.remembered import Remembered
@@ -360,7 +360,7 @@ def test_a_broken_or_foreign_file_is_no_error(
     assert SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
     assert SelfCheck(memory(tmp_path), compare=counting).trusts(VECTOR)
     assert counting.calls == 1
-    assert Choice(memory(tmp_path), lambda trials: {"a": 2.0, "b": 1.0}).fastest("s", dict, ("a", "b")) == "b"
+    assert Times(memory(tmp_path), lambda trials: {"a": 2.0, "b": 1.0}).fastest("s", dict, ("a", "b")) == "b"
     assert not caplog.records
 
 

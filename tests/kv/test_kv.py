@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from interruptions import interrupted
 
-from mlx_spec.attention.attend import _slots
+from mlx_spec.attention.attend import _written
 from mlx_spec.errors import DoesNotFit
 from mlx_spec.kv import PAGE, PagePool, PageTable
 from mlx_spec.kv import pool as pools
@@ -59,7 +59,7 @@ def write(table: PageTable, tokens: list[int]) -> None:
     """Append as one pass of attention does: lazily, layer by layer."""
     start, pool = table.length, table.pool
     table.append(len(tokens))
-    where, _ = _slots(table, start, read_all=False)
+    where = _written(table, start)
     for layer in range(LAYERS):
         new = zip(parts(pool, tokens, layer), arrays(pool), strict=True)
         pool.write(layer, where, [mx.array(part).astype(kind[layer].dtype) for part, kind in new])
@@ -81,11 +81,12 @@ def check_contents(
     held = [position for position in range(len(tokens)) if position // PAGE not in gone]
     if not held:
         return
-    ways: list[Any] = [[table.slot(position) for position in held]]
-    if not gone:
-        _, way = _slots(table, table.length, read_all=True)
-        assert isinstance(way, slice) == table.consecutive
-        ways.append(way if isinstance(way, slice) else np.array(way))
+    slots = np.array([table.slot(position) for position in held])
+    ids = np.array(table.page_ids())
+    assert ids.tolist() == table.pages
+    ways: list[Any] = [slots, (ids[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[: len(held)]]
+    if table.consecutive:
+        ways.append(slice(table.slot(0), table.slot(0) + len(held)))
     kept = [tokens[position] for position in held]
     stored = read(table.pool) if stored is None else stored
     for layer in range(LAYERS):
