@@ -72,7 +72,7 @@ class Diagnosis:
         return {"variants": counts, **asdict(self)}
 
 
-def diagnose(progress: Callable[[str, int, int], None]) -> Diagnosis:
+def diagnose(progress: Progress) -> Diagnosis:
     """Collects the facts and, where there is Metal, checks and times every kernel, whatever is remembered.
 
     progress is told what comes next, and how many of how many are done.

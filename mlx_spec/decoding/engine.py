@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_spec.architectures.context import Context, prefill
 from mlx_spec.decoding.drafting import Drafting, Plan
-from mlx_spec.decoding.sampling import count_tokens, distribution, draw, log_probabilities
+from mlx_spec.decoding.sampling import count_tokens, distribution, draw, leave_tokens, log_probabilities, round_key
 from mlx_spec.decoding.schedule.schedule import Drafter
 from mlx_spec.errors import MLXSpecError
 from mlx_spec.machine.memory import NO_MEMORY, memory_or
@@ -62,7 +62,7 @@ class _Flight:
     parked: bool
     drafted: int  # k
     confidences: tuple[float, ...]
-    packed: mx.array  # (k + 3,): whether the logits are numbers, accepted count, next token, drafts
+    packed: mx.array  # (k + 4,): whether logits are numbers and leave tokens, accepted count, next token, drafts
     next_token: mx.array  # (1,)
     logprobs: tuple[mx.array, mx.array, mx.array] | None  # of each emitted token, and of the top n: ids, values
 
@@ -83,7 +83,8 @@ class Decoding:
         """tokens: the committed sequence, at first the prompt; extended in place. The contexts hold a prefix of it."""
         self.tokens, self.target, self.drafting = tokens, target, drafting
         self._sampling, self._vocabulary_size = sampling, vocabulary_size
-        self._key = mx.random.key(seed)
+        self._seed = seed
+        self._end: int | None = None  # committed tokens that the context can hold
         self._seen: mx.array | None = None  # (1, vocabulary_size)
 
     def prefill(self, progress: Callable[[int], None] | None = None) -> None:
@@ -96,15 +97,19 @@ class Decoding:
         self,
         *,
         limit: int | None,
+        room: int | None = None,
         end_tokens: Collection[int] = (),
         keep: Callable[[Sequence[int]], int | None] = lambda tokens: None,
     ) -> Generator[Round, None, None]:
         """Generate until an end token, until `keep` says so, or until `limit` tokens have been committed.
 
+        room: how many more tokens the target's context holds: nothing is drafted past that. Past `limit` a schedule may
+        draft, and what is too much is cut.
         keep(tokens) sees each round's tokens, an end token included, and
         returns how many of them to keep if generation ends there, else None.
-        Raises MLXSpecError where the target's logits are no numbers.
+        Raises MLXSpecError where the target's logits are no numbers, or leave no token under the sampling settings.
         """
+        self._end = None if room is None else len(self.tokens) + room
         if self._sampling.penalises:  # anew each time: an interrupted pass may have counted what was never committed
             self._seen = count_tokens(self.tokens, self._vocabulary_size)[None]
         left = limit
@@ -123,7 +128,7 @@ class Decoding:
                 if current.plan is not None:
                     self._observe(current, accepted)
                 counted = flight is not None  # the pass ahead has counted the token already
-                kept, ended = _cut(tokens, end_tokens, keep)
+                kept, ended = _cut(tokens[:left], end_tokens, keep)
                 self._commit(kept, counted)
                 if flight is None:
                     self._rewind()
@@ -143,7 +148,11 @@ class Decoding:
         """What to draft now, while `left` tokens may still be committed: the target always adds one of its own."""
         if self.drafting is None or not (self.target.can_rewind and self.drafting.can_rewind):
             return None
-        most = MOST_DRAFT_TOKENS if left is None else min(MOST_DRAFT_TOKENS, left - 1)
+        schedule, most = self.drafting.schedule, MOST_DRAFT_TOKENS
+        if left is not None and not (schedule is not None and schedule.whole_rounds):
+            most = min(most, left - 1)
+        if self._end is not None:
+            most = min(most, self._end - len(self.tokens) - 1)
         return self.drafting.plan(self.tokens, most, self._vocabulary_size)
 
     def _observe(self, flight: _Flight, accepted: int) -> None:
@@ -161,7 +170,7 @@ class Decoding:
 
     def _dispatch(self, plan: Plan | None, last: mx.array | None) -> _Flight:
         """Start a round after the committed tokens or, with `last`, after one more that is still on the device."""
-        self._key, draft_key, verify_key = mx.random.split(self._key, 3)
+        draft_key, verify_key = mx.random.split(round_key(self._seed, len(self.tokens) + (last is not None)))
         seen = self._seen
         if last is not None and seen is not None:
             self._seen = seen = seen.at[:, last].add(1)
@@ -176,10 +185,11 @@ class Decoding:
         else:
             drafts, accepted = mx.zeros((0,), mx.int32), mx.array(0, mx.int32)
             logits = self.target.extend(newest)
-            next_token = draw(self._distribution(logits, seen), verify_key)
+            p = self._distribution(logits, seen)
+            next_token = draw(p, verify_key)
         # Any row: where one has a NaN, it comes from the weights or the cache, and the others are worth nothing.
-        sound = mx.all(logits[:, : self._vocabulary_size] < mx.inf)  # false for a NaN too
-        packed = mx.concatenate([sound.astype(mx.int32)[None], accepted[None], next_token, drafts])
+        numbers = mx.all(logits[:, : self._vocabulary_size] < mx.inf)  # false for a NaN too
+        packed = mx.concatenate([mx.stack([numbers, leave_tokens(p), accepted]), next_token, drafts])
         logprobs = self._logprobs(logits, drafts, accepted, next_token)
         with memory_or(NO_MEMORY):
             mx.async_eval(packed, logprobs)
@@ -209,11 +219,16 @@ class Decoding:
         """Wait for a round: its tokens, how many drafts were accepted, and log-probabilities if asked for."""
         with memory_or(NO_MEMORY):
             packed: Any = flight.packed.tolist()
-        sound, accepted, next_token, *drafts = packed
-        if not sound:
+        numbers, some_left, accepted, next_token, *drafts = packed
+        if not numbers:
             raise MLXSpecError(
                 "the model's logits are not numbers: its weights are damaged, or too large for the type they are "
                 "computed in; download it again, choose another conversion of it, or try another storage (--kv)."
+            )
+        if not some_left:
+            raise MLXSpecError(
+                "no token is left to choose from: the model's logits and logit_bias together forbid every one; "
+                "forbid fewer tokens."
             )
         tokens = [*drafts[:accepted], next_token]
         if flight.logprobs is None:

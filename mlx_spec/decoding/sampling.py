@@ -1,14 +1,14 @@
 """Logits -> distribution -> token. Pure functions of arrays; knows nothing of models, caches or speculation.
 
 One function makes the target's distribution and the draft's, whatever the settings; greedy decoding is the
-distribution with all its weight on the likeliest token. Every filter keeps the tokens at or above some probability,
-so together they are one threshold, found without sorting the vocabulary.
+distribution with all its weight on the likeliest token, and of such rows only these tokens are kept. Every filter keeps
+the tokens at or above some probability, so together they are one threshold, found without sorting the vocabulary.
+Nothing here is compiled: MLX's CPU backend would build a library for every constant in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -24,7 +24,8 @@ def distribution(
     logits (n, columns) of any floating type; seen (n, vocabulary_size) or (1, vocabulary_size), how often each token
     came before that row, needed where `sampling.penalises`. Columns past `vocabulary_size`, the padding of the
     embedding, are never sampled. Order: bias and penalties, temperature, top-k, top-p (of what top-k left), min-p.
-    Returns (n, vocabulary_size) float32, rows summing to 1.
+    Returns (n, vocabulary_size) float32, rows summing to 1; where each row is certain (greedy), only its token, (n,)
+    int32. A row that has no token left, or a logit that is no number, is NaN, or a token of -1; see `leave_tokens`.
     """
     logits = logits[:, :vocabulary_size].astype(mx.float32)
     if sampling.logit_bias:
@@ -35,7 +36,8 @@ def distribution(
         assert seen is not None
         logits = _penalised(logits, sampling, seen)
     if sampling.temperature == 0:
-        return (mx.arange(vocabulary_size) == mx.argmax(logits, axis=-1, keepdims=True)).astype(mx.float32)
+        best = mx.argmax(logits, axis=-1, keepdims=True).astype(mx.int32)
+        return mx.where(mx.take_along_axis(logits, best, axis=-1) > -mx.inf, best, -1)[:, 0]
     # Subtracting the maximum first keeps a very low temperature finite.
     logits = (logits - logits.max(axis=-1, keepdims=True)) / max(sampling.temperature, 1e-20)
     probabilities = mx.softmax(logits, axis=-1)
@@ -79,25 +81,56 @@ def _threshold(probabilities: mx.array, sampling: Sampling) -> mx.array | None:
     return threshold
 
 
-@partial(mx.compile, shapeless=False)
-def _nucleus_threshold(probabilities: mx.array, mass: mx.array) -> mx.array:
+_SORTED = 4096  # columns that are sorted sooner than searched
+_SUMS = 128  # partial sums of a row: quicker than one after the other, and more exact
+
+
+def _nucleus_threshold(probabilities: mx.array, mass: mx.array, digit: int | None = None) -> mx.array:
     """The greatest t for which the probabilities of t and more add up to at least `mass`, or 0; (n, 1).
 
-    Non-negative floats order as their bits do, so 30 halvings of the integers find t exactly, each a masked sum over
-    the row: no more than a sort on one CPU thread (measured), and no sort of the vocabulary on a GPU.
+    Non-negative floats order as their bits do: the 30 bits of t are found from the top, `digit` of them at a time, each
+    of their values tried by a masked sum over the row. One at a time is the least work, three the least passes.
     """
-    bits = probabilities.view(mx.int32)
-    low = mx.zeros_like(mass).astype(mx.int32)  # holds: the mass of `low` and more suffices, or `low` is 0
-    for position in reversed(range(30)):  # 1.0 is 0x3f800000: bits 0 to 29
-        middle = low + (1 << position)
-        enough = mx.where(bits >= middle, probabilities, 0).sum(axis=-1, keepdims=True) >= mass
-        low = mx.where(enough, middle, low)
+    if probabilities.shape[-1] <= _SORTED:
+        ascending = mx.sort(probabilities, axis=-1)
+        enough = mx.cumsum(ascending, axis=-1, reverse=True) >= mass
+        return mx.where(enough, ascending, 0).max(axis=-1, keepdims=True)
+    digit = digit or (3 if mx.default_device() == mx.Device(mx.gpu) else 1)
+    padded = mx.pad(probabilities, [(0, 0), (0, -probabilities.shape[-1] % _SUMS)])
+    padded = padded.reshape(len(padded), 1, _SUMS, -1)
+    bits = padded.view(mx.int32)
+    steps = mx.arange(1, 1 << digit)
+    low = mx.zeros(mass.shape, mx.int32)  # holds: the mass of `low` and more suffices, or `low` is 0
+    for position in range(30 - digit, -1, -digit):  # 1.0 is 0x3f800000: bits 0 to 29
+        tried = low + steps * (1 << position)  # (n, values)
+        sums = (padded * (bits >= tried[..., None, None])).sum(axis=-2).sum(axis=-1)
+        low = low + (sums >= mass).sum(axis=-1, keepdims=True) * (1 << position)
     return low.view(mx.float32)
 
 
-def draw(probabilities: mx.array, key: mx.array) -> mx.array:
-    """One token from each row: (n, vocabulary_size) -> (n,) int32. A token of probability 0 is never drawn."""
-    return mx.random.categorical(mx.log(probabilities), axis=-1, key=key).astype(mx.int32)
+def leave_tokens(distributions: mx.array) -> mx.array:
+    """Whether every row of what `distribution` gave has a token that can be drawn, ()."""
+    return mx.all((distributions if distributions.ndim == 1 else distributions[:, 0]) >= 0)  # false for a NaN too
+
+
+def draw(distributions: mx.array, key: mx.array) -> mx.array:
+    """One token from each row of what `distribution` gives, (n,) int32. A token of probability 0 is never drawn."""
+    if distributions.ndim == 1:
+        return mx.maximum(distributions, 0)
+    return mx.random.categorical(mx.log(distributions), axis=-1, key=key).astype(mx.int32)
+
+
+def round_key(seed: int, committed: int) -> mx.array:
+    """What the draws of the round after `committed` tokens come from: never the same for two rounds of one seed."""
+    return mx.random.key(_mixed(_mixed(seed) + committed))
+
+
+def _mixed(number: int) -> int:
+    """One step of SplitMix64 (Steele et al. 2014), a permutation of the 64-bit numbers."""
+    number = (number + 0x9E3779B97F4A7C15) % 2**64
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    number = (number ^ number >> 27) * 0x94D049BB133111EB % 2**64
+    return number ^ number >> 31
 
 
 def count_tokens(tokens: Sequence[int], vocabulary_size: int) -> mx.array:

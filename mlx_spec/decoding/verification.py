@@ -5,6 +5,9 @@ the target exactly, given that each drafted token was drawn from its row of `dra
 gives rows with all their weight on its token). How many tokens are drafted may depend on those drafted before: whoever
 stops may look at the tokens it hands over and at everything known before them, at the next row of the draft too, but
 never at a token that was drawn and is then left out.
+
+A target that is certain of every token (greedy) comes as these tokens alone, (k + 1,), and the draft is not looked at:
+both ways accept up to the first token that differs.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_spec.decoding.sampling import draw
+from mlx_spec.settings import MOST_DRAFT_TOKENS
 
 
 def verify_tokenwise(target: mx.array, draft: mx.array, tokens: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
@@ -23,10 +27,11 @@ def verify_tokenwise(target: mx.array, draft: mx.array, tokens: mx.array, key: m
     target exactly: Leviathan et al. 2023 (appendix A.1) and Chen et al. 2023 (theorem 1).
     Returns (accepted (), next token (1,)), int32 both.
     """
-    k = tokens.size
+    if target.ndim == 1:
+        return _verify_certain(target, tokens)
     accept_key, next_key = mx.random.split(key)
     target_at, draft_at = _probabilities_of(tokens, target, draft)
-    uniform = mx.random.uniform(shape=(k,), key=accept_key)
+    uniform = _uniform(tokens.size, accept_key)
     # The second test keeps rounding from ever rejecting a token the target likes at least as well.
     accepts = (uniform * draft_at < target_at) | (target_at >= draft_at)
     accepted = mx.cumprod(accepts.astype(mx.int32)).sum()
@@ -46,6 +51,8 @@ def verify_block(target: mx.array, draft: mx.array, tokens: mx.array, key: mx.ar
     max(0, weight_i * target - draft) in the row after them, from which the next token then comes. With one draft, and
     with drafts that were not sampled, the law is that of `verify_tokenwise`.
     """
+    if target.ndim == 1:
+        return _verify_certain(target, tokens)
     k = tokens.size
     accept_key, next_key = mx.random.split(key)
     target_at, draft_at = _probabilities_of(tokens, target, draft)
@@ -56,12 +63,22 @@ def verify_block(target: mx.array, draft: mx.array, tokens: mx.array, key: mx.ar
     # Before a row of the draft that is no distribution the target is on its own, as `_draw_next` has it: all is left.
     left = mx.where(mx.isnan(left), weight[1:k], left)
     left = mx.concatenate([left, weight[k:]])  # (k,): nothing is to be subtracted after the last draft
-    uniform = mx.random.uniform(shape=(k,), key=accept_key)
+    uniform = _uniform(k, accept_key)
     # 0 < 0 where the row after a prefix is the draft's own: then what is drafted next is accepted, and the prefix too.
     accepts = uniform * (left + 1 - weight[1:]) < left
     accepted = mx.where(accepts, mx.arange(1, k + 1), 0).max()
     next_token = _draw_next(target, draft, accepted, mx.take(weight, accepted, axis=0), next_key)
     return accepted.astype(mx.int32), next_token
+
+
+def _verify_certain(target: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
+    accepted = mx.cumprod((target[: tokens.size] == tokens).astype(mx.int32)).sum().astype(mx.int32)
+    return accepted, mx.take(target, accepted, axis=0)[None]
+
+
+def _uniform(k: int, key: mx.array) -> mx.array:
+    """(k,), the first of numbers that do not depend on k."""
+    return mx.random.uniform(shape=(MOST_DRAFT_TOKENS,), key=key)[:k]
 
 
 def _probabilities_of(tokens: mx.array, target: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:

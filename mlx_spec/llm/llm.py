@@ -106,7 +106,7 @@ class LLM:
         """
         sampling = self.sampling if sampling is None else sampling
         speculation = self.speculation if speculation is None else speculation
-        check_options(sampling, speculation, max_tokens, prefill_progress, self.vocabulary_size)
+        max_tokens = check_options(sampling, speculation, max_tokens, prefill_progress, self.vocabulary_size)
         drafter = self._drafters.chosen(speculation)
         stops = checked_stop_tokens(stop_tokens, self.vocabulary_size)
         answer = Answer(self.tokenizer, stop, self.tokenizer.end_tokens | stops)
@@ -196,7 +196,8 @@ class LLM:
                 if drafting is not None and limit != 0:
                     calibration_seconds = self._drafters.schedule(drafting, speculation, sampling, target, limit)
                 decoded_from = time.perf_counter()
-                rounds = decoding.rounds(limit=limit, end_tokens=answer.end_tokens, keep=answer.keep)
+                room = None if self.kv.window or not self.context_length else self.context_length - prompt_tokens
+                rounds = decoding.rounds(limit=limit, room=room, end_tokens=answer.end_tokens, keep=answer.keep)
                 total = RoundTotals()
                 try:
                     for finished in rounds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,21 +43,23 @@ def checked_stop_tokens(tokens: Any, vocabulary_size: int) -> frozenset[int]:
 
 
 def check_options(
-    sampling: object, speculation: object, max_tokens: object, prefill_progress: object, vocabulary_size: int
-) -> None:
-    """Raise BadConfig for settings of the wrong type, and for a bias on a token that is never drawn."""
+    sampling: object, speculation: object, max_tokens: Any, prefill_progress: object, vocabulary_size: int
+) -> int | None:
+    """`max_tokens` as a number of Python's own. Raises BadConfig for settings of the wrong type, and for biases on a
+    token that is never drawn or that leave none to draw."""
     if not isinstance(sampling, Sampling):
         raise BadConfig(f"sampling is {sampling!r}; give a Sampling, such as Sampling(temperature=0.7).")
     if not isinstance(speculation, Speculation):
         raise BadConfig(f"speculation is {speculation!r}; give a Speculation, such as Speculation(draft_tokens=3).")
     for token in sampling.logit_bias:
         _checked_id(token, vocabulary_size, "logit_bias")
-    if max_tokens is not None and (
-        not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 0
-    ):
+    if sum(bias == -math.inf for bias in sampling.logit_bias.values()) >= vocabulary_size:
+        raise BadConfig(f"logit_bias forbids all {vocabulary_size} tokens; leave at least one.", setting="logit_bias")
+    if max_tokens is not None and token_id(max_tokens) is None:
         raise BadConfig(f"max_tokens is {max_tokens!r}; give a whole number of 0 or more, or None for no limit.")
     if prefill_progress is not None and not callable(prefill_progress):
         raise BadConfig(f"prefill_progress is {prefill_progress!r}; give a function of (done, total).")
+    return None if max_tokens is None else token_id(max_tokens)
 
 
 def _checked_id(token: object, vocabulary_size: int, name: str) -> int:

@@ -96,7 +96,7 @@ class Checked:
 class Moody:
     """Takes turns between drafters and plain rounds, and stops where the draft is unsure."""
 
-    parked = False
+    parked = whole_rounds = False
 
     def __init__(self) -> None:
         self._round = 0

@@ -341,7 +341,7 @@ def test_first_two_decoded_tokens_follow_the_target(settings: dict[str, float], 
 class _Moody:
     """Each drafter and none in turn, and as many tokens as the draft is sure of."""
 
-    parked = False
+    parked = whole_rounds = False
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds

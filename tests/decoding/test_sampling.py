@@ -22,7 +22,13 @@ NEVER = -math.inf
 def _distribution(logits: Any, sampling: Sampling, size: int | None = None, seen: Any = None) -> np.ndarray:
     logits = logits if isinstance(logits, mx.array) else mx.array(np.atleast_2d(logits).astype(np.float32))
     seen = None if seen is None else mx.array(np.atleast_2d(seen).astype(np.float32))
-    return np.array(distribution(logits, sampling, logits.shape[-1] if size is None else size, seen))
+    size = logits.shape[-1] if size is None else size
+    got = np.array(distribution(logits, sampling, size, seen))
+    if got.ndim == 1:  # each row certain of its token
+        assert sampling.temperature == 0
+        assert got.dtype == np.int32
+        return np.eye(size, dtype=np.float32)[got]
+    return got
 
 
 def _borderline(logits: np.ndarray, sampling: Sampling, size: int, seen: np.ndarray | None) -> bool:

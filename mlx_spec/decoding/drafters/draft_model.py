@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_spec.architectures.context import Context, prefill
 from mlx_spec.decoding.sampling import distribution, draw, log_probabilities
-from mlx_spec.settings import Sampling
+from mlx_spec.settings import MOST_DRAFT_TOKENS, Sampling
 
 _log = logging.getLogger("mlx_spec")
 
@@ -86,7 +86,8 @@ class DraftModel:
         drafted: list[mx.array] = []
         rows: list[mx.array] = []
         confidences: list[float] = []
-        for step_key in mx.random.split(key, k):
+        # As many keys whatever k is, so that no draw depends on it.
+        for step_key in mx.random.split(key, MOST_DRAFT_TOKENS)[:k]:
             logits = self.context.extend(pending, rows=1)
             row = self._distribution(logits, seen)
             token = draw(row, step_key)  # (1,)

@@ -45,6 +45,11 @@ class Schedule(Protocol):
         """Whether the latest round was left plain because speculation could not win, or only by what was not to be
         spent on it."""
 
+    @property
+    def whole_rounds(self) -> bool:
+        """Whether a limit on the answer's tokens leaves the choice as it is, so that an answer begins as a longer one
+        does; what is drafted beyond the limit is lost."""
+
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int] | None:
         """The offer to take and how many tokens to draft at most, 1 to `offer.tokens`; None for a plain round. May be
         asked again for the same round, with other offers: the last answer counts."""
@@ -67,6 +72,7 @@ class FixedSchedule:
     """Always `draft_tokens` tokens, or as many as can be had; 0 is plain decoding."""
 
     parked = False
+    whole_rounds = True
     # A shorter match is as often by chance as not: a draft model does better.
     _confident_match = 3
 
@@ -126,7 +132,7 @@ class AutoSchedule:
     ) -> None:
         """drafters: those that may ever be offered. stops_early: whether `proceed` is asked between the steps of a
         draft model; where its steps are chained unseen it is not, and the number chosen is final."""
-        self.parked = False
+        self.parked = self.whole_rounds = False
         self._costs, self._stops_early = costs, stops_early
         self._most = max(0, min(most_draft_tokens, costs.most_rows - 1))
         usable = [drafter for drafter in drafters if drafter == "lookup" or costs.draft_step is not None]
