@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_spec.errors import BadConfig
@@ -11,7 +12,27 @@ from mlx_spec.settings import Sampling, Speculation, token_id
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Messages | Sequence[int]
 
+PrefillProgress = Callable[[int, int], None]
+"""Told (done, total) of the prompt's tokens, by both models."""
+
 _KINDS = "a text, a list of messages, or a list of token ids"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be generated, after all checks."""
+
+    tokens: list[int]
+    """The prompt."""
+    sampling: Sampling
+    speculation: Speculation
+    drafter: str
+    limit: int | None
+    """Tokens of the answer at most."""
+    planned: int
+    """Positions that it holds at the same time, as far as that is known."""
+    sinks: int
+    seed: int
 
 
 def checked_prompt(prompt: Any) -> Prompt:
