@@ -9,7 +9,9 @@ from typing import Literal
 from mlx_spec.decoding.engine import TokenLogprobs
 from mlx_spec.llm.statistics import Statistics
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled", "memory"]
+"""An end token or a stop string; max_tokens or the context's end; `Generation.cancel`; no memory for more keys and
+values."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Chunk:
     logprobs: list[TokenLogprobs] | None
     """One per token, if `Sampling.top_logprobs` asks for them."""
     finish_reason: FinishReason | None
-    """In the last chunk: "stop" for an end token or a stop string, "length" for max_tokens or the context's end."""
+    """In the last chunk."""
     statistics: Statistics | None
     """In the last chunk."""
 

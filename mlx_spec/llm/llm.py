@@ -4,46 +4,56 @@ from __future__ import annotations
 
 import functools
 import secrets
-import time
-from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import closing
+import threading
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import mlx.core as mx
 
-from mlx_spec.architectures.context import LanguageModel
 from mlx_spec.attention.window import IN_PASSING, sinks_of
 from mlx_spec.calibration.calibrations import Calibrations
-from mlx_spec.decoding.engine import Decoding, Round
-from mlx_spec.errors import BadConfig
-from mlx_spec.llm.completion import Chunk, Completion, FinishReason
+from mlx_spec.decoding.engine import Decoding
+from mlx_spec.errors import BadConfig, DoesNotFit, MLXSpecError
+from mlx_spec.llm.completion import Completion
 from mlx_spec.llm.drafters import Drafters
-from mlx_spec.llm.progress import Progress, RoundTotals, counted
-from mlx_spec.llm.request import Prompt, check_options, checked_prompt, checked_prompt_ids, checked_stop_tokens
-from mlx_spec.llm.statistics import Statistics
+from mlx_spec.llm.generation import Generation
+from mlx_spec.llm.request import (
+    PrefillProgress,
+    Prompt,
+    Request,
+    check_options,
+    checked_prompt,
+    checked_prompt_ids,
+    checked_stop_tokens,
+)
 from mlx_spec.llm.text_stream import Answer
-from mlx_spec.llm.threads import OneThread
+from mlx_spec.llm.worker import Worker
 from mlx_spec.loading.language_models import language_models
-from mlx_spec.loading.loader import LoadedModel, load_pair, wired_limit
+from mlx_spec.loading.loader import LoadedModel, Source, load_pair, resolve, wired_limit
+from mlx_spec.loading.loader import load as load_model
 from mlx_spec.loading.tokenizer import Tokenizer
-from mlx_spec.machine.memory import check_cache_fits
+from mlx_spec.machine.memory import available_memory, check_cache_fits, gigabytes
 from mlx_spec.settings import KVConfig, Sampling, Speculation
 
+_LOGITS_ROWS = 64
+"""Of `LLM.logits`, computed at once."""
+Draft = str | Path | Literal[False] | None
 
-def load(
-    model: str | Path, draft: str | Path | Literal[False] | None = None, *, kv: KVConfig | None = None
-) -> LLM:
+
+def load(model: str | Path, draft: Draft = None, *, kv: KVConfig | None = None) -> LLM:
     """Load a target and, if there is one, its draft.
 
     model, draft: a name of the catalogue, org/name on the hub, a directory, or a .gguf file. draft None is the
     catalogue's draft for `model`, False none at all. kv: how keys and values are kept; None is the catalogue's way.
     Raises ModelNotFound, IncompatiblePair, BadConfig or DoesNotFit.
     """
-    if kv is not None and not isinstance(kv, KVConfig):
-        raise BadConfig(f"kv is {kv!r}; give a KVConfig, such as KVConfig(window=4096).")
-    target, loaded_draft, entry = load_pair(model, draft)
-    llm = LLM(target, loaded_draft, kv if kv is not None or entry is None else entry.kv)
+    _check_kv(kv)
+    worker = Worker()
+    target, loaded_draft, entry = load_pair(model, draft, lambda source: worker.run(lambda: load_model(source)))
+    llm = LLM(target, loaded_draft, kv if kv is not None or entry is None else entry.kv, worker)
     if entry is not None:
         llm.sampling, llm.speculation = entry.sampling, entry.speculation
         llm.template_arguments = dict(entry.template)
@@ -53,35 +63,95 @@ def load(
 class LLM:
     """A model in memory, ready to generate.
 
-    Several generations may run beside one another in one thread, whichever it is; a second thread is refused until
-    the first one's generations have ended, since what MLX has in flight belongs to the thread that started it.
+    May be used from any thread: requests queue in order, and generations that overlap take turns, round by round. All
+    that MLX computes runs on one worker thread. As a context manager it is closed at the end; dropping it frees the
+    memory likewise, once none of its generations is held.
     """
 
-    def __init__(self, target: LoadedModel, draft: LoadedModel | None = None, kv: KVConfig | None = None) -> None:
-        """Raises IncompatiblePair if the draft's ids mean other strings than the target's, and BadConfig if a model
-        cannot keep its keys and values as `kv` says."""
-        self.name, self.draft_name = target.name, draft.name if draft else None
+    def __init__(
+        self, target: LoadedModel, draft: LoadedModel | None = None, kv: KVConfig | None = None,
+        worker: Worker | None = None,
+    ) -> None:  # fmt: skip
+        """worker: the one that loaded the models. Raises IncompatiblePair if the draft's ids mean other strings than
+        the target's, and BadConfig if a model cannot keep its keys and values as `kv` says."""
+        self.name = target.name
         self.tokenizer: Tokenizer = target.tokenizer
         self.context_length = target.context_length
         self.sampling, self.speculation = Sampling(), Speculation()
         self.template_arguments: dict[str, Any] = {}
-        self.kv = kv = KVConfig() if kv is None else kv
-        self._one_thread = OneThread(target.name)
-        self._target, self._draft = language_models(target, draft, kv)
+        self._worker = Worker() if worker is None else worker
+        self._lock = threading.Lock()
+        """Held while a request is checked, or the models are changed."""
+        self._closed = False
+        self._generations: weakref.WeakSet[Generation] = weakref.WeakSet()
+        self._open, self._wired = 0, ExitStack()
+        """Generations that have contexts; what is undone when there are none. Both are the worker's."""
+        self._worker.run(functools.partial(self._set_up, target, draft, KVConfig() if kv is None else kv))
+
+    def _set_up(self, target: LoadedModel, draft: LoadedModel | None, kv: KVConfig) -> None:
+        """On the worker. Changes nothing where it raises."""
+        models = language_models(target, draft, kv)
         self._drafters = Drafters(
-            self._target,
-            self._draft,
-            draft_name=self.draft_name,
+            *models,
+            draft_name=draft.name if draft else None,
             draft_context_length=draft.context_length if draft else None,
             window=kv.window,
             calibrations=Calibrations(target, draft, kv),
         )
+        self._target, self._draft = models
+        self._loaded, self._kv = (target, draft), kv
+        self.draft_name = draft.name if draft else None
         self.bytes_per_pass = target.bytes_per_pass, draft.bytes_per_pass if draft else 0
         """Bytes of weights that a pass over one row reads, of the target and of the draft; None where that depends on
         the row, as in a mixture of experts."""
         with closing(self._target.new_context()) as context:
             self._columns = context.vocabulary_size
         self.vocabulary_size = min(self.tokenizer.vocabulary_size, self._columns)
+
+    @property
+    def kv(self) -> KVConfig:
+        """How keys and values are kept; `reconfigure` changes it."""
+        return self._kv
+
+    def reconfigure(self, *, kv: KVConfig | None = None, draft: Draft | LoadedModel = None) -> None:
+        """Keep keys and values in another way, or draft with another model, by the weights that are there.
+
+        None leaves things as they are; draft False is no draft model. What is no longer used is freed. Raises what
+        `load` does, and MLXSpecError while a generation has not ended; nothing has changed then.
+        """
+        _check_kv(kv)
+        source = draft if draft is None or draft is False or isinstance(draft, LoadedModel) else resolve(draft)
+        with self._lock:
+            self._check_open()
+            if any(not generation.ended for generation in self._generations):
+                raise MLXSpecError(f"{self.name} is generating; end its generations before it is reconfigured.")
+            self._worker.run(functools.partial(self._change, self._kv if kv is None else kv, source))
+
+    def _change(self, kv: KVConfig, draft: LoadedModel | Source | Literal[False] | None) -> None:
+        target, before = self._loaded
+        if isinstance(draft, Source):
+            draft = load_model(draft)
+        self._set_up(target, before if draft is None else draft or None, kv)
+        mx.clear_cache()
+
+    def close(self) -> None:
+        """End its generations, whose last chunk says "cancelled", and free the models. Twice does no harm."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._worker.run(self._tear_down)
+
+    def _tear_down(self) -> None:
+        for generation in list(self._generations):
+            generation.finish()
+        del self._target, self._draft, self._drafters, self._loaded
+        mx.clear_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def stream(
         self,
@@ -93,62 +163,125 @@ class LLM:
         stop: Sequence[str] = (),
         stop_tokens: Collection[int] = (),
         raw: bool = False,
-        prefill_progress: Progress | None = None,
-    ) -> Generator[Chunk, None, None]:
+        prefill_progress: PrefillProgress | None = None,
+    ) -> Generation:
         """Generate, one chunk per target pass. Arguments are checked at once, before the first chunk is asked for.
 
         prompt: a text (one user turn, if the model has a chat template and `raw` is not set), messages
         ({"role", "content"}), or token ids. max_tokens None is as far as the context reaches. stop: texts that end
         the answer and are not part of it; stop_tokens: ids that do, beside the model's own end tokens.
-        prefill_progress(done, total) counts prompt tokens read, by both models.
+        prefill_progress(done, total) counts prompt tokens read, by both models, and is called in the thread that asks
+        for the first chunk; not at all where there is nothing to read.
         Raises BadConfig for an empty prompt, one that the context cannot hold, or values of the wrong type or out of
-        range, and MLXSpecError, at the first chunk, where the model's logits are no numbers.
+        range; at the first chunk, DoesNotFit where memory has run out and MLXSpecError where the model's logits are no
+        numbers.
         """
-        sampling = self.sampling if sampling is None else sampling
-        speculation = self.speculation if speculation is None else speculation
-        max_tokens = check_options(sampling, speculation, max_tokens, prefill_progress, self.vocabulary_size)
-        drafter = self._drafters.chosen(speculation)
-        stops = checked_stop_tokens(stop_tokens, self.vocabulary_size)
-        answer = Answer(self.tokenizer, stop, self.tokenizer.end_tokens | stops)
-        prompt = checked_prompt(prompt)
-        tokens = self._prompt_tokens(prompt, raw)
-        limit, planned, sinks = max_tokens, len(tokens) + (max_tokens or 0), 0
-        if self.kv.window is not None:
-            encode = functools.partial(self._prompt_tokens, raw=raw)
-            templated = self.tokenizer.has_chat_template and not raw
-            sinks = sinks_of(self.kv, self.name, self.context_length, prompt if templated else None, tokens, encode)
-            held = sinks + self.kv.window + IN_PASSING
-            planned = held if max_tokens is None else min(planned, held)
-        elif self.context_length is not None:
-            room = self.context_length - len(tokens)
-            if room <= 0:
-                raise BadConfig(
-                    f"the prompt has {len(tokens)} tokens and {self.name} takes {self.context_length} at most, the "
-                    "answer included; shorten it, or give a --window (KVConfig(window=))."
-                )
-            limit = room if limit is None else min(limit, room)
-            planned = min(planned, self.context_length)
-        check_cache_fits(planned, sum(model.bytes_to_allocate(planned) for model in self._models))
-        return self._chunks(tokens, sampling, speculation, drafter, limit, sinks, answer, prefill_progress)
+        with self._lock:
+            self._check_open()
+            sampling = self.sampling if sampling is None else sampling
+            speculation = self.speculation if speculation is None else speculation
+            max_tokens = check_options(sampling, speculation, max_tokens, prefill_progress, self.vocabulary_size)
+            drafter = self._drafters.chosen(speculation)
+            stops = checked_stop_tokens(stop_tokens, self.vocabulary_size)
+            answer = Answer(self.tokenizer, stop, self.tokenizer.end_tokens | stops)
+            prompt = checked_prompt(prompt)
+            tokens = self._prompt_tokens(prompt, raw)
+            limit, planned, sinks = self._limits(prompt, tokens, max_tokens, raw)
+            models = [self._target] if self._draft is None else [self._target, self._draft]
+            check_cache_fits(planned, sum(model.bytes_to_allocate(planned) for model in models))
+            seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+            room = None if self._kv.window or not self.context_length else self.context_length - len(tokens)
+            request = Request(tokens, sampling, speculation, drafter, limit, room, planned, sinks, seed)
+            generation = Generation(
+                request, answer, self._worker, begin=self._begin, end=self._end, progress=prefill_progress
+            )
+            self._generations.add(generation)
+        return generation
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
         """The whole answer at once. Takes the options of `stream`."""
-        return Completion.of(self.stream(prompt, **options))
+        with self.stream(prompt, **options) as chunks:
+            return Completion.of(chunks)
 
     def logits(self, tokens: Sequence[int]) -> mx.array:
-        """The target's logits after each of `tokens`, (n, vocabulary columns), for evaluation."""
-        checked = checked_prompt_ids(checked_prompt(tokens), self._columns)
-        chunk, rows = 64, []
-        with self._one_thread(), wired_limit(), closing(self._target.new_context()) as context:
-            for start in range(0, len(checked), chunk):
-                rows.append(context.extend(checked[start : start + chunk]))
-                mx.eval(rows[-1])
-                context.evaluate()
-        return mx.concatenate(rows)
+        """The target's logits after each of `tokens`, (n, vocabulary columns), for evaluation: as generation computes
+        them, behind a window where there is one. Raises what `stream` does, and DoesNotFit for too many tokens."""
+        with self._lock:
+            self._check_open()
+            checked = checked_prompt_ids(checked_prompt(tokens), self._columns)
+            _, planned, sinks = self._limits(checked, checked, 0, raw=True)
+            check_cache_fits(planned, self._target.bytes_to_allocate(planned))
+        return self._worker.run(functools.partial(self._logits, checked, sinks))
 
-    @property
-    def _models(self) -> list[LanguageModel]:
-        return [self._target] if self._draft is None else [self._target, self._draft]
+    def _logits(self, tokens: list[int], sinks: int) -> mx.array:
+        self._check_open()
+        result: mx.array | None = None  # (n, columns), written to in place
+        with wired_limit(), closing(self._target.new_context(sinks, self._kv.window)) as context:
+            for start in range(0, len(tokens), _LOGITS_ROWS):
+                rows = context.extend(tokens[start : start + _LOGITS_ROWS])
+                if result is None:
+                    _check_logits_fit(len(tokens), len(tokens) * rows.shape[1] * rows.dtype.size)
+                    result = mx.zeros((len(tokens), rows.shape[1]), rows.dtype)
+                result[start : start + _LOGITS_ROWS] = rows
+                mx.eval(result)
+                context.evaluate()
+                context.settle(context.length)
+        assert result is not None
+        return result
+
+    def _begin(self, request: Request) -> Decoding:
+        """On the worker: open the contexts of a generation."""
+        with ExitStack() as opened:
+            self._open += 1
+            opened.callback(self._end)
+            if self._open == 1:
+                self._wired.enter_context(wired_limit())
+            target = self._target.new_context(request.sinks, self._kv.window)
+            opened.callback(target.close)
+            target.reserve(request.planned)
+            drafting = self._drafters.start(
+                request.drafter, request.speculation.verification, request.sampling, request.sinks, self.vocabulary_size
+            )
+            if drafting is not None and request.limit != 0:
+                self._drafters.schedule(drafting, request.speculation, request.sampling, target, request.limit)
+            opened.pop_all()
+        return Decoding(
+            list(request.tokens), target, drafting, sampling=request.sampling, seed=request.seed,
+            vocabulary_size=self.vocabulary_size,
+        )  # fmt: skip
+
+    def _end(self) -> None:
+        """On the worker: the contexts of a generation have been closed."""
+        self._open -= 1
+        if self._open == 0:
+            mx.synchronize()  # a pass that plain decoding left behind is not for the next one to wait for
+            self._wired.close()
+            for model in (self._target, self._draft):
+                if model is not None:
+                    model.trim()
+
+    def _limits(
+        self, prompt: Prompt, tokens: list[int], max_tokens: int | None, raw: bool
+    ) -> tuple[int | None, int, int]:
+        """Tokens of the answer at most, positions held at the same time, and sinks. Raises BadConfig for more than the
+        context holds."""
+        count = len(tokens)
+        if self._kv.window is not None:
+            encode = functools.partial(self._prompt_tokens, raw=raw)
+            templated = self.tokenizer.has_chat_template and not raw
+            sinks = sinks_of(self._kv, self.name, self.context_length, prompt if templated else None, tokens, encode)
+            held = sinks + self._kv.window + IN_PASSING
+            return max_tokens, held if max_tokens is None else min(count + max_tokens, held), sinks
+        planned = count + (max_tokens or 0)
+        if self.context_length is None:
+            return max_tokens, planned, 0
+        room = self.context_length - count
+        if room < (max_tokens != 0):
+            raise BadConfig(
+                f"the prompt has {count} tokens and {self.name} takes {self.context_length} at most, the "
+                "answer included; shorten it, or give a --window (KVConfig(window=))."
+            )
+        return room if max_tokens is None else min(max_tokens, room), min(planned, self.context_length), 0
 
     def _prompt_tokens(self, prompt: Prompt, raw: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -164,78 +297,20 @@ class LLM:
             prompt = self.tokenizer.chat(messages, **self.template_arguments)
         return checked_prompt_ids(prompt, self._columns)
 
-    def _chunks(
-        self,
-        tokens: list[int],
-        sampling: Sampling,
-        speculation: Speculation,
-        drafter: str,
-        limit: int | None,
-        sinks: int,
-        answer: Answer,
-        prefill_progress: Progress | None,
-    ) -> Generator[Chunk, None, None]:
-        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        prompt_tokens = len(tokens)
-        with self._one_thread() as check_thread, wired_limit():
-            mx.reset_peak_memory()
-            target, drafting = self._target.new_context(sinks, self.kv.window), None
-            try:
-                drafting = self._drafters.start(
-                    drafter, speculation.verification, sampling, sinks, self.vocabulary_size
-                )
-                decoding = Decoding(
-                    tokens, target, drafting, sampling=sampling, seed=seed, vocabulary_size=self.vocabulary_size
-                )
-                readers = 2 if drafting is not None and drafting.reads(prompt_tokens) else 1
-                started = time.perf_counter()
-                calibration_seconds = 0.0
-                if limit != 0:
-                    decoding.prefill(counted(prefill_progress, (prompt_tokens - 1) * readers))
-                prefilled = time.perf_counter()
-                if drafting is not None and limit != 0:
-                    calibration_seconds = self._drafters.schedule(drafting, speculation, sampling, target, limit)
-                decoded_from = time.perf_counter()
-                room = None if self.kv.window or not self.context_length else self.context_length - prompt_tokens
-                rounds = decoding.rounds(limit=limit, room=room, end_tokens=answer.end_tokens, keep=answer.keep)
-                total = RoundTotals()
-                try:
-                    for finished in rounds:
-                        total.add(finished)
-                        if finished.ended or total.tokens == limit:
-                            break
-                        yield Chunk(answer.take(), finished.tokens, finished.logprobs, None, None)
-                        check_thread()
-                    else:
-                        finished = Round([], 0, 0, None, False, None if sampling.top_logprobs is None else [], False)
-                finally:
-                    rounds.close()
-                statistics = Statistics(
-                    prompt_tokens=prompt_tokens,
-                    completion_tokens=total.tokens,
-                    target_passes=total.passes,
-                    drafted=total.drafted,
-                    accepted=total.accepted,
-                    drafter="none" if drafting is None else drafting.name,
-                    draft_tokens=speculation.draft_tokens,
-                    verification=speculation.verification,
-                    by_drafter=total.by_drafter,
-                    passes_by_draft_tokens=dict(sorted(total.passes_by_draft_tokens.items())),
-                    accepted_by_position=total.accepted_by_position,
-                    parked_passes=total.parked,
-                    prefill_seconds=prefilled - started,
-                    calibration_seconds=calibration_seconds,
-                    decode_seconds=time.perf_counter() - decoded_from,
-                    kv_bytes=target.nbytes + (drafting.nbytes if drafting else 0),
-                    peak_memory_bytes=int(mx.get_peak_memory()),
-                    seed=seed,
-                )
-            finally:
-                try:
-                    target.close()
-                finally:
-                    if drafting is not None:
-                        drafting.close()
-        text = answer.take() + answer.finish()
-        reason: FinishReason = "stop" if finished.ended or answer.stopped else "length"
-        yield Chunk(text, finished.tokens, finished.logprobs, reason, statistics)
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MLXSpecError(f"{self.name} has been closed; load it again.")
+
+
+def _check_kv(kv: object) -> None:
+    if kv is not None and not isinstance(kv, KVConfig):
+        raise BadConfig(f"kv is {kv!r}; give a KVConfig, such as KVConfig(window=4096).")
+
+
+def _check_logits_fit(count: int, needed: int) -> None:
+    available = available_memory()
+    if available is not None and needed > available:
+        raise DoesNotFit(
+            f"logits of {count} tokens need {gigabytes(needed)} and {gigabytes(max(available, 0))} is available; "
+            "give fewer tokens."
+        )

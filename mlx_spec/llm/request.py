@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_spec.errors import BadConfig
@@ -12,7 +13,29 @@ from mlx_spec.settings import Sampling, Speculation, token_id
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Messages | Sequence[int]
 
+PrefillProgress = Callable[[int, int], None]
+"""Told (done, total) of the prompt's tokens, by both models."""
+
 _KINDS = "a text, a list of messages, or a list of token ids"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be generated, after all checks."""
+
+    tokens: list[int]
+    """The prompt."""
+    sampling: Sampling
+    speculation: Speculation
+    drafter: str
+    limit: int | None
+    """Tokens of the answer at most."""
+    room: int | None
+    """Tokens after the prompt that the target's context holds; None where there is no end."""
+    planned: int
+    """Positions that it holds at the same time, as far as that is known."""
+    sinks: int
+    seed: int
 
 
 def checked_prompt(prompt: Any) -> Prompt:

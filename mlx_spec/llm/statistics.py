@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from mlx_spec.decoding.engine import Round
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,14 @@ class Statistics:
     """Plain passes because speculation could not win."""
     prefill_seconds: float
     """Reading the prompt, with both models."""
-    calibration_seconds: float
-    """Measuring what passes cost, where that was not known yet."""
     decode_seconds: float
-    """From the prompt's end to the last token, including what the caller takes with each chunk."""
+    """From the prompt's end to the last token. As with prefill, only what the worker takes for this generation: neither
+    the time between chunks that the caller takes, nor others' turns."""
     kv_bytes: int
     """Allocated for keys and values of both models, at the end."""
     peak_memory_bytes: int
-    """Largest allocation of MLX during the generation, weights included."""
+    """Largest allocation of MLX while this generation had its turns, weights and others' keys and values included. (Two
+    LLMs at work at the same time reset each other's count: each may miss a peak.)"""
     seed: int
 
     @property
@@ -77,3 +80,41 @@ class Statistics:
             "tokens_per_pass": self.tokens_per_pass,
             "tokens_per_second": self.tokens_per_second,
         }
+
+
+class RoundTotals:
+    """What the rounds of one generation add up to, as it goes on."""
+
+    def __init__(self) -> None:
+        self.tokens = self.passes = self.parked = 0
+        self.by_drafter: dict[str, Drafted] = {}
+        self.passes_by_draft_tokens: Counter[int] = Counter()
+        self._reached: Counter[int] = Counter()  # by position of a drafted token
+        self._accepted: Counter[int] = Counter()
+
+    def add(self, finished: Round) -> None:
+        drafted, accepted = finished.drafted, finished.accepted
+        self.tokens += len(finished.tokens)
+        self.passes += 1
+        self.parked += finished.parked
+        self.passes_by_draft_tokens[drafted] += 1
+        self._reached.update(range(min(accepted + 1, drafted)))
+        self._accepted.update(range(accepted))
+        if finished.drafter is not None:
+            before = self.by_drafter.get(finished.drafter, Drafted(0, 0, 0))
+            self.by_drafter[finished.drafter] = Drafted(
+                before.passes + 1, before.drafted + drafted, before.accepted + accepted
+            )
+
+    @property
+    def drafted(self) -> int:
+        return sum(part.drafted for part in self.by_drafter.values())
+
+    @property
+    def accepted(self) -> int:
+        return sum(part.accepted for part in self.by_drafter.values())
+
+    @property
+    def accepted_by_position(self) -> list[tuple[int, int]]:
+        """See `Statistics.accepted_by_position`."""
+        return [(self._reached[position], self._accepted[position]) for position in sorted(self._reached)]

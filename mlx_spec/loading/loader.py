@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -127,15 +128,19 @@ def load(source: Source | str | Path) -> LoadedModel:
 
 
 def load_pair(
-    model: str | Path, draft: str | Path | Literal[False] | None
+    model: str | Path,
+    draft: str | Path | Literal[False] | None,
+    read: Callable[[Source], LoadedModel] | None = None,
 ) -> tuple[LoadedModel, LoadedModel | None, catalog.Entry | None]:
     """A target, its draft or None, and what the catalogue says of the target, if it does. draft None is the
-    catalogue's draft for `model`, False none at all. Raises what `resolve` and `load` raise."""
+    catalogue's draft for `model`, False none at all. read: instead of `load`, for those who have it run elsewhere. Raises
+    what `resolve` and `load` raise."""
+    read = load if read is None else read
     source = resolve(model)
     if draft is None and source.entry is not None:
         draft = source.entry.draft
     draft_source = None if draft is None or draft is False else resolve(draft)  # before the large one is read
-    return load(source), load(draft_source) if draft_source else None, source.entry
+    return read(source), read(draft_source) if draft_source else None, source.entry
 
 
 def check_pair(target: LoadedModel, draft: LoadedModel) -> list[str]:
