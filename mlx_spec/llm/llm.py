@@ -15,10 +15,12 @@ import mlx.core as mx
 from mlx_spec.architectures.context import LanguageModel
 from mlx_spec.attention.window import IN_PASSING, sinks_of
 from mlx_spec.calibration.calibrations import Calibrations
+from mlx_spec.decoding.drafters.building import Drafters
 from mlx_spec.decoding.engine import Decoding, Round
+from mlx_spec.decoding.schedule.costs import Costs
+from mlx_spec.decoding.schedule.learning import RoundTime
 from mlx_spec.errors import BadConfig
 from mlx_spec.llm.completion import Chunk, Completion, FinishReason
-from mlx_spec.llm.drafters import Drafters
 from mlx_spec.llm.progress import Progress, RoundTotals, counted
 from mlx_spec.llm.request import Prompt, check_options, checked_prompt, checked_prompt_ids, checked_stop_tokens
 from mlx_spec.llm.statistics import Statistics
@@ -29,7 +31,7 @@ from mlx_spec.loading.loader import LoadedModel, resolve, wired_limit
 from mlx_spec.loading.loader import load as load_model
 from mlx_spec.loading.tokenizer import Tokenizer
 from mlx_spec.machine.memory import check_cache_fits
-from mlx_spec.settings import KVConfig, Sampling, Speculation
+from mlx_spec.settings import NO_DRAFTER, KVConfig, Sampling, Speculation
 
 
 def load(
@@ -81,8 +83,8 @@ class LLM:
             draft_name=self.draft_name,
             draft_context_length=draft.context_length if draft else None,
             window=kv.window,
-            calibrations=Calibrations(target, draft, kv),
         )
+        self._calibrations = Calibrations(target, draft, kv)
         self.bytes_per_pass = target.bytes_per_pass, draft.bytes_per_pass if draft else 0
         """Bytes of weights that a pass over one row reads, of the target and of the draft; None where that depends on
         the row, as in a mixture of experts."""
@@ -188,20 +190,18 @@ class LLM:
             mx.reset_peak_memory()
             target, drafting = self._target.new_context(sinks, self.kv.window), None
             try:
-                drafting = self._drafters.start(
-                    drafter, speculation.verification, sampling, sinks, self.vocabulary_size
-                )
+                drafting = self._drafters.drafting(
+                    drafter, speculation, sampling, sinks, self.vocabulary_size,
+                    functools.partial(_Remembered, self._calibrations, sampling),
+                )  # fmt: skip
                 decoding = Decoding(
                     tokens, target, drafting, sampling=sampling, seed=seed, vocabulary_size=self.vocabulary_size
                 )
                 readers = 2 if drafting is not None and drafting.reads(prompt_tokens) else 1
                 started = time.perf_counter()
-                calibration_seconds = 0.0
                 if limit != 0:
                     decoding.prefill(counted(prefill_progress, (prompt_tokens - 1) * readers))
                 prefilled = time.perf_counter()
-                if drafting is not None and limit != 0:
-                    calibration_seconds = self._drafters.schedule(drafting, speculation, sampling, target, limit)
                 decoded_from = time.perf_counter()
                 rounds = decoding.rounds(limit=limit, end_tokens=answer.end_tokens, keep=answer.keep)
                 total = RoundTotals()
@@ -222,7 +222,7 @@ class LLM:
                     target_passes=total.passes,
                     drafted=total.drafted,
                     accepted=total.accepted,
-                    drafter="none" if drafting is None else drafting.name,
+                    drafter=NO_DRAFTER if drafting is None else drafting.name,
                     draft_tokens=speculation.draft_tokens,
                     verification=speculation.verification,
                     by_drafter=total.by_drafter,
@@ -230,7 +230,7 @@ class LLM:
                     accepted_by_position=total.accepted_by_position,
                     parked_passes=total.parked,
                     prefill_seconds=prefilled - started,
-                    calibration_seconds=calibration_seconds,
+                    calibration_seconds=0.0,
                     decode_seconds=time.perf_counter() - decoded_from,
                     kv_bytes=target.nbytes + (drafting.nbytes if drafting else 0),
                     peak_memory_bytes=int(mx.get_peak_memory()),
@@ -245,3 +245,20 @@ class LLM:
         text = answer.take() + answer.finish()
         reason: FinishReason = "stop" if finished.ended or answer.stopped else "length"
         yield Chunk(text, finished.tokens, finished.logprobs, reason, statistics)
+
+
+class _Remembered:
+    """What is remembered of passes' costs, until rounds teach more."""
+
+    def __init__(self, calibrations: Calibrations, sampling: Sampling, drafting: bool) -> None:
+        self._calibrations, self._sampling, self._drafting = calibrations, sampling, drafting
+
+    def costs(self, length: int) -> Costs:
+        known = self._calibrations.at(length, self._sampling, drafting=self._drafting)
+        return Costs((), None) if known is None else known.costs()
+
+    def observe(self, length: int, took: RoundTime) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass

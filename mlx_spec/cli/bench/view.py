@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from mlx_spec.cli import console
 from mlx_spec.cli.bench.figures import Spread, WayFigures
 from mlx_spec.cli.bench.report import Report
-from mlx_spec.cli.bench.runs import AUTO, HYBRID, LOOKUP, PLAIN
+from mlx_spec.cli.bench.runs import AUTO, PLAIN
+from mlx_spec.settings import HYBRID, LOOKUP
 
 _POSITIONS = 8
 """Columns of drafted tokens; more do not fit beside one another."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -74,6 +74,14 @@ class Costs:
         if rows > self.most_rows:
             return 1.0 if rows == 1 else math.inf
         return self._seconds[rows - 1] / self._seconds[0]
+
+    def hopeful(self, rows: int) -> Costs:
+        """These costs as far as `rows` rows, if what is not known cost half as much a row as what is."""
+        known = self.most_rows
+        if not 0 < known < rows:
+            return self
+        further = (rows - known) * (self._seconds[-1] - self.plain) / max(1, known - 1) / 2
+        return replace(self, target=(*self.target, (rows, self._seconds[-1] + further)))
 
     def speedups(self, reach: Sequence[float], step: float, row: float = 0.0, lag: int = 0) -> list[float]:
         """Tokens for the time of a plain pass, of rounds that draft 1, 2, ... tokens; plain decoding has 1.
