@@ -60,7 +60,7 @@ def ours(target: PagedModel, draft: PagedModel | None, k: int, rounds: int) -> t
     sampling = Sampling()
     size = CONFIG["vocab_size"]
     context = target.new_context()
-    drafting = draft and Drafting(FixedSchedule(k), model=DraftModel(draft.new_context(), sampling, size))
+    drafting = draft and Drafting([DraftModel(draft.new_context(), sampling, size)], FixedSchedule(k))
     decoding = Decoding(list(PROMPT), context, drafting, sampling=sampling, seed=0, vocabulary_size=size)
     decoding.prefill()
     steps = decoding.rounds(limit=None)

@@ -24,14 +24,14 @@ from typing import Any
 
 import numpy as np
 from common import RESULTS, save
-from replay import Trace, copied_runs, least_cost, outcomes, replay
+from replay import Trace, automatic, copied_runs, least_cost, outcomes, replay
 
 from mlx_spec.architectures.context import Context, prefill
 from mlx_spec.architectures.paged import PagedModel
-from mlx_spec.decoding.drafters.lookup import Lookup
+from mlx_spec.decoding.drafters.suffixes import Suffixes
 from mlx_spec.decoding.sampling import distribution
 from mlx_spec.decoding.schedule.costs import Costs
-from mlx_spec.decoding.schedule.schedule import AutoSchedule, FixedSchedule, Schedule
+from mlx_spec.decoding.schedule.schedule import FixedSchedule, Schedule
 from mlx_spec.loading.loader import load
 from mlx_spec.settings import Sampling
 
@@ -90,8 +90,7 @@ def record(options: argparse.Namespace) -> None:
 
 
 def speedup(
-    traces: Sequence[dict[str, Any]], accepts: str, costs: Costs, policy: Any, *, lookup: bool = False,
-    stops_early: bool = True,
+    traces: Sequence[dict[str, Any]], accepts: str, costs: Costs, policy: Any, *, lookup: bool = False
 ) -> float:
     """Over plain decoding: the geometric mean over traces."""
     logs = []
@@ -99,7 +98,7 @@ def speedup(
         played = [
             replay(
                 Trace(trace[accepts], trace["confidences"], trace["tokens"], trace["prompt"]), policy(), costs,
-                random=Random(draw), lookup=Lookup() if lookup else None, stops_early=stops_early,
+                random=Random(draw), lookup=Suffixes() if lookup else None,
             )
             for draw in range(DRAWS)
         ]  # fmt: skip
@@ -112,7 +111,7 @@ def limit(traces: Sequence[dict[str, Any]], costs: Costs) -> float:
     logs = []
     for trace in traces:
         text = Trace(trace["overlap"], trace["confidences"], trace["tokens"], trace["prompt"])
-        copied = copied_runs(text, Lookup())
+        copied = copied_runs(text, Suffixes())
         least = [least_cost(outcomes(text, Random(draw)), costs, copied=copied) for draw in range(DRAWS)]
         logs.append(log(DRAWS * len(text.tokens) / sum(least)))
     return exp(sum(logs) / len(logs))
@@ -137,7 +136,7 @@ def project(options: argparse.Namespace) -> None:
         print(f"PROJECTION, not a measurement\n  costs: {table}\n  acceptance: recorded from {pair}")
 
         def ours(stops_early: bool = True, costs: Costs = costs) -> Schedule:
-            return AutoSchedule(costs, 15, stops_early=stops_early)
+            return automatic(costs, stops_early=stops_early)
 
         for temperature in sorted({trace["temperature"] for trace in document["traces"]}):
             traces = [trace for trace in document["traces"] if trace["temperature"] == temperature]
@@ -151,7 +150,7 @@ def project(options: argparse.Namespace) -> None:
                 "K auto, draft model": speedup(traces, "overlap", costs, ours),
                 # Where steps of the draft are faster unseen, K is chosen before the first of them.
                 "K auto, hybrid, not stopping early": speedup(
-                    traces, "overlap", costs, lambda: ours(False), lookup=True, stops_early=False),
+                    traces, "overlap", costs, lambda: ours(False), lookup=True),
                 "K auto, hybrid": speedup(traces, "overlap", costs, ours, lookup=True),
             }
             figures["limit of every schedule, hybrid"] = limit(traces, costs)

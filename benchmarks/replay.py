@@ -6,16 +6,20 @@ c are taken from the table, and nothing that a table leaves out (the host's time
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from mlx_spec.decoding.drafters.draft_model import model_offer, model_outlook
+from mlx_spec.decoding.drafters.lookup import lookup_outlook, match_offer
 from mlx_spec.decoding.schedule.costs import Costs
-from mlx_spec.decoding.schedule.schedule import Offer, Schedule
+from mlx_spec.decoding.schedule.offers import Outlook
+from mlx_spec.decoding.schedule.schedule import AutoSchedule, Schedule
+from mlx_spec.settings import LOOKUP, MODEL
 
 if TYPE_CHECKING:
-    from mlx_spec.decoding.drafters.lookup import Lookup
+    from mlx_spec.decoding.drafters.suffixes import Suffixes
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,18 @@ class Replayed:
         return self.tokens / self.cost
 
 
+def outlooks(drafters: Collection[str]) -> list[Outlook]:
+    """Of new drafters of these names."""
+    return [outlook for outlook in (model_outlook(), lookup_outlook()) if outlook.drafter in drafters]
+
+
+def automatic(
+    costs: Costs, most_draft_tokens: int = 15, *, drafters: Collection[str] = (MODEL, LOOKUP), stops_early: bool = True
+) -> AutoSchedule:
+    """For drafters without a model. stops_early: whether it is asked between the steps of a draft model."""
+    return AutoSchedule(replace(costs, draft_chained=not stops_early), most_draft_tokens, outlooks(drafters))
+
+
 def outcomes(trace: Trace, random: Random) -> list[bool]:
     """Whether the draft's token is accepted at each position. Drawn beforehand, it is the same for every schedule."""
     return [random.random() < acceptance for acceptance in trace.acceptance]
@@ -70,12 +86,10 @@ def replay(
     costs: Costs,
     *,
     random: Random | None = None,
-    lookup: Lookup | None = None,
+    lookup: Suffixes | None = None,
     most_draft_tokens: int = 15,
-    stops_early: bool = True,
 ) -> Replayed:
-    """Emit the whole trace. A draft model is offered if `costs` has one, lookup if an empty `lookup` is given.
-    stops_early: whether the schedule is asked between the steps of the draft model, at no cost."""
+    """Emit the whole trace. A draft model is offered if `costs` has one, lookup if an empty `lookup` is given."""
     accepts = outcomes(trace, random or Random(0))
     length = len(accepts)
     if lookup is not None:
@@ -84,17 +98,18 @@ def replay(
     cost = 0.0
     while position < length:
         room = min(most_draft_tokens, length - position - 1)
-        offers = [Offer("model", room, lag=lag)] if costs.draft_step is not None else []
+        offers = [model_offer(room, lag)] if costs.draft_step is not None else []
+        found = None
         match = lookup.find(room) if lookup is not None and room > 0 else None
         if match is not None:
-            offers.append(Offer("lookup", len(match.tokens), match.length, match.seen))
+            offers.append(found := match_offer(match))
         choice = schedule.choose(offers)
         offer, drafted, accepted = None, 0, 0
         confidences: Sequence[float] = ()
         if choice is not None:
             offer, most = choice
-            if offer.drafter == "model":
-                drafted = 1 if stops_early else most
+            if offer is not found:
+                drafted = 1 if schedule.stops_early else most
                 while drafted < most and schedule.proceed(drafted, trace.confidences[position : position + drafted]):
                     drafted += 1
                 confidences = trace.confidences[position : position + drafted]
@@ -145,7 +160,7 @@ def least_cost(
     return least[0]
 
 
-def copied_runs(trace: Trace, lookup: Lookup, most_draft_tokens: int = 15) -> list[int]:
+def copied_runs(trace: Trace, lookup: Suffixes, most_draft_tokens: int = 15) -> list[int]:
     """How many tokens lookup, given empty, would have had accepted at each position of the trace."""
     lookup.extend(trace.prompt)
     runs = []

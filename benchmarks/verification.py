@@ -89,7 +89,7 @@ def measured(llm: LLM, prompt: list[int], k: int, rounds: int, sampling: Samplin
         found.append({"expected": expected, "emitted": len(emitted)})
         tokens += emitted
         target.rewind(len(tokens) - 1)
-        drafter.observe(tokens)
+        drafter.rewind(tokens)
         if not llm.tokenizer.end_tokens.isdisjoint(emitted):
             break
     target.close()

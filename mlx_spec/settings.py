@@ -123,10 +123,14 @@ class Sampling:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-DRAFTERS = ("model", "lookup", "hybrid", "none")
+MODEL, LOOKUP, HYBRID, NO_DRAFTER = "model", "lookup", "hybrid", "none"
+DRAFTERS = (MODEL, LOOKUP, HYBRID, NO_DRAFTER)
+"""Those of `Speculation.drafter`. The first two are also the names of single drafters, as in statistics."""
 VERIFICATIONS = ("token", "block")
 MOST_DRAFT_TOKENS = 64
 """K is never more."""
+MOST_AUTO_DRAFT_TOKENS = 15
+"""K "auto" is never more: as far as passes are measured."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +147,8 @@ class Speculation:
     verification: str = "block"
     """"token": accept drafted tokens one after the other (Leviathan et al. 2023); "block": together, never fewer on
     average (Sun et al. 2024). Both leave the target's distribution as it is."""
-    most_draft_tokens: int = 15
-    """What K "auto" never exceeds; 15 is as far as passes are measured."""
+    most_draft_tokens: int = MOST_AUTO_DRAFT_TOKENS
+    """What K "auto" never exceeds."""
 
     def __post_init__(self) -> None:
         most = MOST_DRAFT_TOKENS
@@ -153,12 +157,13 @@ class Speculation:
         if self.drafter is not None:
             _require_one_of(DRAFTERS, "drafter", self.drafter)
         _require_one_of(VERIFICATIONS, "verification", self.verification)
-        _settle(self, _whole, lambda k: 1 <= k <= 15, "most_draft_tokens", "1 to 15")
+        most = MOST_AUTO_DRAFT_TOKENS
+        _settle(self, _whole, lambda k: 1 <= k <= most, "most_draft_tokens", f"1 to {most}")
 
     @property
     def plain(self) -> bool:
         """Whether nothing is to be drafted."""
-        return self.draft_tokens == 0 or self.drafter == "none"
+        return self.draft_tokens == 0 or self.drafter == NO_DRAFTER
 
 
 STORAGES = ("model", "int8")

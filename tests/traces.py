@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
-from replay import Trace
+from replay import Trace, outlooks
 
 from mlx_spec.decoding.schedule.costs import Costs
 from mlx_spec.decoding.schedule.schedule import AutoSchedule, Offer
+from mlx_spec.settings import LOOKUP, MODEL
 
 TABLES = {
     # A 70B in 4 bits on an M5 Max (ml-explore/mlx, pull request 3791) with a 1B model.
@@ -29,12 +31,14 @@ CLIFF = Costs(((1, 1.0), (4, 1.1), (5, 2.2), (16, 2.6)), 0.05)
 class Recorded(AutoSchedule):
     """Keeps what came of each round."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self, costs: Costs, most: int, *, drafters: Sequence[str] = (MODEL, LOOKUP), stops_early: bool = True
+    ) -> None:
+        super().__init__(replace(costs, draft_chained=not stops_early), most, outlooks(drafters))
         self.rounds: list[tuple[int, int]] = []
 
-    def observe(self, offer: Offer | None, drafted: int, accepted: int, confidences: Sequence[float]) -> None:
-        super().observe(offer, drafted, accepted, confidences)
+    def observe(self, offer: Offer | None, drafted: int, accepted: int, *more: Any) -> None:
+        super().observe(offer, drafted, accepted, *more)
         self.rounds.append((drafted, accepted))
 
 

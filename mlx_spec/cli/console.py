@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
+from mlx_spec.settings import NO_DRAFTER
+
 if TYPE_CHECKING:
     from mlx_spec.llm.statistics import Statistics
 
@@ -128,7 +130,7 @@ def statistics_line(statistics: Statistics) -> str:
         parts.append(f"{statistics.tokens_per_pass:.2f} tokens per target pass")
     if statistics.acceptance_rate is not None:
         parts.append(f"{statistics.acceptance_rate:.0%} of {statistics.drafted} drafts accepted{_by(statistics)}")
-    if statistics.drafter != "none" and (ks := statistics.passes_by_draft_tokens):
+    if statistics.drafter != NO_DRAFTER and (ks := statistics.passes_by_draft_tokens):
         parts.append(f"K {min(ks)} to {max(ks)}" if len(ks) > 1 else f"K {min(ks)}")
     if statistics.parked_passes:
         parts.append(f"{statistics.parked_passes} of {count(statistics.target_passes, 'pass', 'passes')} parked")

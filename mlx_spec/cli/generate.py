@@ -16,7 +16,7 @@ from mlx_spec.cli.outcome import TracebackOption
 from mlx_spec.cli.progress import progress
 from mlx_spec.cli.prompt import check_utf8, read_prompt
 from mlx_spec.errors import BadConfig
-from mlx_spec.settings import Sampling, Speculation
+from mlx_spec.settings import HYBRID, MODEL, Sampling, Speculation
 
 _PROMPT, _DRAFTING, _LENGTH, _CHOICE, _REPETITION = (
     "Prompt", "Drafting", "When to stop", "How words are chosen", "Against repetition")
@@ -129,7 +129,7 @@ def generate(
     _check_texts(system, stop or [], stop_token or [])
     text = read_prompt(prompt or [], prompt_file)
     name = check_models(model, draft)
-    if drafter in ("model", "hybrid") and draft == "none":
+    if drafter in (MODEL, HYBRID) and draft == "none":
         raise BadConfig(f"--drafter {drafter} needs a draft model, and --draft none loads none; name one, or use "
                         "--drafter lookup.")
 

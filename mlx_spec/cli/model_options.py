@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_spec.cli.progress import progress
 from mlx_spec.errors import BadConfig
-from mlx_spec.settings import KVConfig, Speculation
+from mlx_spec.settings import LOOKUP, KVConfig, Speculation
 
 if TYPE_CHECKING:
     from mlx_spec.llm.llm import LLM
@@ -37,7 +37,7 @@ def draft_wanted(model: str, draft: str | None, ahead: Mapping[str, Any]) -> str
 
     entry = catalog.find(model)
     speculation = dataclasses.replace(entry.speculation if entry else Speculation(), **ahead)
-    if not speculation.plain and speculation.drafter != "lookup":
+    if not speculation.plain and speculation.drafter != LOOKUP:
         return draft
     if draft not in (None, "none"):
         _log.warning(f"{draft} is not loaded: {'plain decoding' if speculation.plain else 'lookup'} has no use for it")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +21,6 @@ import mlx.core as mx
 from mlx_spec.architectures.context import Context, prefill
 from mlx_spec.decoding.drafting import Drafting, Plan
 from mlx_spec.decoding.sampling import count_tokens, distribution, draw, leave_tokens, log_probabilities, round_key
-from mlx_spec.decoding.schedule.schedule import Drafter
 from mlx_spec.errors import MLXSpecError
 from mlx_spec.machine.memory import NO_MEMORY, memory_or
 from mlx_spec.settings import MOST_DRAFT_TOKENS, Sampling
@@ -45,7 +45,7 @@ class Round:
     drafted: int
     accepted: int
     """Drafts the target accepted, before any stop cut the round short."""
-    drafter: Drafter | None
+    drafter: str | None
     """Who drafted; None in a plain round."""
     parked: bool
     """Whether it was plain because speculation could not win."""
@@ -65,6 +65,8 @@ class _Flight:
     packed: mx.array  # (k + 4,): whether logits are numbers and leave tokens, accepted count, next token, drafts
     next_token: mx.array  # (1,)
     logprobs: tuple[mx.array, mx.array, mx.array] | None  # of each emitted token, and of the top n: ids, values
+    started: float  # by perf_counter
+    draft_seconds: float | None
 
 
 class Decoding:
@@ -114,19 +116,29 @@ class Decoding:
             self._seen = count_tokens(self.tokens, self._vocabulary_size)[None]
         left = limit
         flight: _Flight | None = None
+        ended_at = away = 0.0  # when the round before had been read, and how long the caller has kept it since
         try:
             while left is None or left > 0:
+                planned = flight is None
                 if flight is None:
                     flight = self._dispatch(self._plan(left), None)
                 current, flight = flight, None
                 if current.plan is None:
                     # At once, since the schedule is asked about the next round while this one is in flight.
                     self._observe(current, 0)
-                    if self._may_run_ahead(left):
+                    if self._may_run_ahead(left, planned):
                         flight = self._dispatch(None, current.next_token)
+                waiting_from = perf_counter()
                 tokens, accepted, logprobs = self._read(current)
+                read_at = perf_counter()
+                seconds = read_at - max(current.started, ended_at)
+                # Where the caller was away for long, a pass in flight may have ended before it was waited for.
+                told = current.started > ended_at or max(seconds / 10 - away, read_at - waiting_from - seconds / 10) > 0
+                ended_at = read_at
                 if current.plan is not None:
-                    self._observe(current, accepted)
+                    self._observe(current, accepted, seconds)
+                if told and self.drafting is not None:
+                    self.drafting.timed(len(self.tokens), current.plan, current.drafted, seconds, current.draft_seconds)
                 counted = flight is not None  # the pass ahead has counted the token already
                 kept, ended = _cut(tokens[:left], end_tokens, keep)
                 self._commit(kept, counted)
@@ -138,7 +150,9 @@ class Decoding:
                     left -= len(kept)
                 drafter = current.plan.offer.drafter if current.plan is not None else None
                 emitted = logprobs and logprobs[: len(kept)]
+                away = perf_counter()
                 yield Round(kept, current.drafted, accepted, drafter, current.parked, emitted, ended)
+                away = perf_counter() - away
                 if ended:
                     return
         finally:
@@ -146,44 +160,49 @@ class Decoding:
 
     def _plan(self, left: int | None) -> Plan | None:
         """What to draft now, while `left` tokens may still be committed: the target always adds one of its own."""
-        if self.drafting is None or not (self.target.can_rewind and self.drafting.can_rewind):
+        if self.drafting is None or not self.target.can_rewind:
             return None
-        schedule, most = self.drafting.schedule, MOST_DRAFT_TOKENS
-        if left is not None and not (schedule is not None and schedule.whole_rounds):
+        most = MOST_DRAFT_TOKENS
+        if left is not None and not self.drafting.schedule.whole_rounds:
             most = min(most, left - 1)
         if self._end is not None:
             most = min(most, self._end - len(self.tokens) - 1)
-        return self.drafting.plan(self.tokens, most, self._vocabulary_size)
+        return self.drafting.plan(self.tokens, most)
 
-    def _observe(self, flight: _Flight, accepted: int) -> None:
+    def _observe(self, flight: _Flight, accepted: int, seconds: float | None = None) -> None:
         if self.drafting is not None:
-            self.drafting.observe(flight.plan, flight.drafted, accepted, flight.confidences)
+            self.drafting.observe(flight.plan, flight.drafted, accepted, flight.confidences, seconds)
 
-    def _may_run_ahead(self, left: int | None) -> bool:
+    def _may_run_ahead(self, left: int | None, planned: bool) -> bool:
         """Whether the next pass may start before the last token has been read, as a plain one: where nothing would be
-        drafted without that token. If something would be with it, it is one token later."""
+        drafted without that token. If something would be with it, it is one token later. planned: whether that was
+        found out already, since the round in flight was planned after the same tokens."""
         if left is not None:
             left -= 1  # what is in flight
             if left == 0:
                 return False
-        return self.target.can_rewind and self.target.chains_cheaply and self._plan(left) is None
+        return self.target.can_rewind and self.target.chains_cheaply and (planned or self._plan(left) is None)
 
     def _dispatch(self, plan: Plan | None, last: mx.array | None) -> _Flight:
         """Start a round after the committed tokens or, with `last`, after one more that is still on the device."""
+        started = perf_counter()
         draft_key, verify_key = mx.random.split(round_key(self._seed, len(self.tokens) + (last is not None)))
         seen = self._seen
         if last is not None and seen is not None:
             self._seen = seen = seen.at[:, last].add(1)
         newest = mx.array(self.tokens[-1:], mx.int32) if last is None else last
         confidences: tuple[float, ...] = ()
+        draft_seconds: float | None = 0.0
+        proposal = None
         if plan is not None and self.drafting is not None:
-            proposal = self.drafting.propose(plan, self.tokens, self._vocabulary_size, seen, draft_key)
-            drafts, confidences = proposal.tokens, proposal.confidences
+            proposal = self.drafting.propose(plan, self.tokens, seen, draft_key)
+        if proposal is not None and self.drafting is not None:
+            drafts, confidences, draft_seconds = proposal.tokens, proposal.confidences, proposal.seconds
             logits = self.target.extend(mx.concatenate([newest, drafts]))
             p = self._distribution(logits, _seen_by_row(seen, drafts))
             accepted, next_token = self.drafting.verify(p, proposal.probabilities, drafts, verify_key)
         else:
-            drafts, accepted = mx.zeros((0,), mx.int32), mx.array(0, mx.int32)
+            plan, drafts, accepted = None, mx.zeros((0,), mx.int32), mx.array(0, mx.int32)
             logits = self.target.extend(newest)
             p = self._distribution(logits, seen)
             next_token = draw(p, verify_key)
@@ -194,7 +213,7 @@ class Decoding:
         with memory_or(NO_MEMORY):
             mx.async_eval(packed, logprobs)
         parked = plan is None and self.drafting is not None and self.drafting.parked
-        return _Flight(plan, parked, drafts.size, confidences, packed, next_token, logprobs)
+        return _Flight(plan, parked, drafts.size, confidences, packed, next_token, logprobs, started, draft_seconds)
 
     def _distribution(self, logits: mx.array, seen: mx.array | None) -> mx.array:
         return distribution(logits, self._sampling, self._vocabulary_size, seen)

@@ -15,10 +15,10 @@ import mlx.core as mx
 
 from mlx_spec.attention.window import IN_PASSING, sinks_of
 from mlx_spec.calibration.calibrations import Calibrations
+from mlx_spec.decoding.drafters.building import Drafters
 from mlx_spec.decoding.engine import Decoding
 from mlx_spec.errors import BadConfig, DoesNotFit, MLXSpecError
 from mlx_spec.llm.completion import Completion
-from mlx_spec.llm.drafters import Drafters
 from mlx_spec.llm.generation import Generation
 from mlx_spec.llm.request import (
     PrefillProgress,
@@ -96,8 +96,8 @@ class LLM:
             draft_name=draft.name if draft else None,
             draft_context_length=draft.context_length if draft else None,
             window=kv.window,
-            calibrations=Calibrations(target, draft, kv),
         )
+        self._calibrations = Calibrations(target, draft, kv)
         self._target, self._draft = models
         self._loaded, self._kv = (target, draft), kv
         self.draft_name = draft.name if draft else None
@@ -239,11 +239,10 @@ class LLM:
             target = self._target.new_context(request.sinks, self._kv.window)
             opened.callback(target.close)
             target.reserve(request.planned)
-            drafting = self._drafters.start(
-                request.drafter, request.speculation.verification, request.sampling, request.sinks, self.vocabulary_size
-            )
-            if drafting is not None and request.limit != 0:
-                self._drafters.schedule(drafting, request.speculation, request.sampling, target, request.limit)
+            drafting = self._drafters.drafting(
+                request.drafter, request.speculation, request.sampling, request.sinks, self.vocabulary_size,
+                functools.partial(self._calibrations.learner, request.sampling, self.vocabulary_size),
+            )  # fmt: skip
             opened.pop_all()
         return Decoding(
             list(request.tokens), target, drafting, sampling=request.sampling, seed=request.seed,

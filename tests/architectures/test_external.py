@@ -220,7 +220,7 @@ def decode(
     tokens = TOKENS[:12]
     drafter = DraftModel(draft.new_context(), Sampling(), COLUMNS) if draft else None
     decoding = Decoding(
-        tokens, target.new_context(), drafter and Drafting(model=drafter), sampling=Sampling(), seed=0,
+        tokens, target.new_context(), drafter and Drafting([drafter], FixedSchedule(0)), sampling=Sampling(), seed=0,
         vocabulary_size=COLUMNS)
     decoding.prefill()
     rounds = list(fixed(decoding, k).rounds(limit=count))
@@ -327,7 +327,7 @@ def test_lookup_drafts_for_every_architecture_that_can_rewind(kind: str, k: int)
     """Tokens are favoured that came before, so that there is something to find."""
     target, sampling = ExternalModel(module_of(kind)), Sampling(presence_penalty=-4)
     runs = []
-    for drafts in (None, Drafting(FixedSchedule(k), lookup=Lookup())):
+    for drafts in (None, Drafting([Lookup(COLUMNS)], FixedSchedule(k))):
         tokens = TOKENS[:12] * 2
         decoding = Decoding(tokens, target.new_context(), drafts, sampling=sampling, seed=0, vocabulary_size=COLUMNS)
         decoding.prefill()

@@ -21,6 +21,7 @@ from mlx_spec.attention.rotary import Rotary
 from mlx_spec.decoding.drafters.draft_model import DraftModel
 from mlx_spec.decoding.drafting import Drafting
 from mlx_spec.decoding.engine import Decoding
+from mlx_spec.decoding.schedule.schedule import FixedSchedule
 from mlx_spec.kv import PAGE, PagePool, PageTable
 from mlx_spec.settings import Sampling
 
@@ -286,7 +287,7 @@ def decode(
     drafting = None
     if draft is not None:
         contexts.append(draft.new_context(sinks, draft_window or window))
-        drafting = Drafting(model=DraftModel(contexts[1], sampling, SIZE))
+        drafting = Drafting([DraftModel(contexts[1], sampling, SIZE)], FixedSchedule(0))
     decoding = Decoding(tokens, contexts[0], drafting, sampling=sampling, seed=0, vocabulary_size=SIZE)
     decoding.prefill()
     rounds = list(fixed(decoding, k).rounds(limit=limit))
@@ -330,7 +331,7 @@ def test_a_generator_closed_early_leaves_only_what_is_committed(int8: bool, k: i
     contexts = [model.new_context(4, 65) for model in (target, draft)]
     tokens, sampling = text(150), Sampling()
     for rounds in (1, 3, 20):
-        drafting = Drafting(model=DraftModel(contexts[1], sampling, SIZE))
+        drafting = Drafting([DraftModel(contexts[1], sampling, SIZE)], FixedSchedule(0))
         decoding = Decoding(tokens, contexts[0], drafting, sampling=sampling, seed=0, vocabulary_size=SIZE)
         decoding.prefill()
         generator = fixed(decoding, k).rounds(limit=None)

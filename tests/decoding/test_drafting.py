@@ -13,17 +13,21 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from reference import TableModel
+from replay import automatic
 from test_engine import Broken, Run, _breaks
 from tiny import tiny_module
 
 from mlx_spec.architectures.paged import PagedContext, PagedModel
 from mlx_spec.decoding import drafting
+from mlx_spec.decoding.drafters import lookup as looking_up
 from mlx_spec.decoding.drafters.draft_model import DraftModel
 from mlx_spec.decoding.drafters.lookup import Lookup
+from mlx_spec.decoding.drafters.suffixes import Suffixes
 from mlx_spec.decoding.drafting import Drafting
 from mlx_spec.decoding.engine import Decoding
 from mlx_spec.decoding.schedule.costs import Costs
-from mlx_spec.decoding.schedule.schedule import AutoSchedule, FixedSchedule, Offer, Schedule
+from mlx_spec.decoding.schedule.offers import Offer
+from mlx_spec.decoding.schedule.schedule import FixedSchedule, Schedule
 from mlx_spec.decoding.verification import verify_block, verify_tokenwise
 from mlx_spec.settings import Sampling
 
@@ -55,10 +59,19 @@ class Checked:
         self.offers: list[Offer] = []
         self.observed: list[tuple[Offer | None, int, int]] = []
         self._choice: tuple[Offer, int] | None = None  # the latest since the latest observation
+        self.early = True
 
     @property
     def parked(self) -> bool:
         return self.schedule.parked
+
+    @property
+    def stops_early(self) -> bool:
+        """Confidences are asked for, as by AutoSchedule on most machines."""
+        return self.early
+
+    def reprice(self, costs: Costs) -> None:
+        self.schedule.reprice(costs)
 
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int] | None:
         assert len({offer.drafter for offer in offers}) == len(offers)
@@ -74,7 +87,10 @@ class Checked:
         assert all(0 < confidence <= 1.0001 for confidence in confidences)
         return self.schedule.proceed(drafted, confidences)
 
-    def observe(self, offer: Offer | None, drafted: int, accepted: int, confidences: Sequence[float]) -> None:
+    def observe(
+        self, offer: Offer | None, drafted: int, accepted: int, confidences: Sequence[float],
+        seconds: float | None = None,
+    ) -> None:  # fmt: skip
         """What is told is what was chosen last."""
         if offer is None:
             assert (drafted, accepted, list(confidences)) == (0, 0, [])
@@ -87,7 +103,8 @@ class Checked:
             assert len(confidences) in (0, drafted)
         self.observed.append((offer, drafted, accepted))
         self._choice = None
-        self.schedule.observe(offer, drafted, accepted, confidences)
+        assert seconds is None if offer is None else seconds is not None
+        self.schedule.observe(offer, drafted, accepted, confidences, seconds)
 
     def plain_rounds(self) -> int:
         return self.schedule.plain_rounds()
@@ -96,7 +113,7 @@ class Checked:
 class Moody:
     """Takes turns between drafters and plain rounds, and stops where the draft is unsure."""
 
-    parked = whole_rounds = False
+    parked, stops_early, whole_rounds = False, True, False
 
     def __init__(self) -> None:
         self._round = 0
@@ -109,7 +126,7 @@ class Moody:
     def proceed(self, drafted: int, confidences: Sequence[float]) -> bool:
         return confidences[-1] > 0.6
 
-    def observe(self, offer: Offer | None, drafted: int, accepted: int, confidences: Sequence[float]) -> None:
+    def observe(self, offer: Offer | None, drafted: int, accepted: int, *more: Any) -> None:
         self._round += 1
 
     def plain_rounds(self) -> int:
@@ -118,8 +135,8 @@ class Moody:
 
 SCHEDULES: dict[str, Any] = {
     "1": lambda: FixedSchedule(1), "3": lambda: FixedSchedule(3), "15": lambda: FixedSchedule(15), "moody": Moody,
-    "cheap": lambda: AutoSchedule(CHEAP, 15), "between": lambda: AutoSchedule(BETWEEN, 15),
-    "dear": lambda: AutoSchedule(DEAR, 15),
+    "cheap": lambda: automatic(CHEAP, 15), "between": lambda: automatic(BETWEEN, 15),
+    "dear": lambda: automatic(DEAR, 15),
 }  # fmt: skip
 GREEDY = Sampling()
 DRAFTERS = ("lookup", "same", "other", "hybrid same", "hybrid other")
@@ -130,12 +147,12 @@ def prepared(
     drafters: str = HYBRID, schedule: str = "moody", sampling: Sampling = GREEDY, *, target: Any = TARGET,
     verify: drafting.Verify = verify_block, shortest: int = 2, **options: Any,
 ) -> Run:  # fmt: skip
-    """A Run after its prompt, with these drafters. Confidences are asked for, as by AutoSchedule on most machines."""
+    """A Run after its prompt, with these drafters."""
     draft = None if drafters == "lookup" else SAME if "same" in drafters else OTHER
     run = Run(target, options.pop("draft", draft), sampling, **options)
-    lookup = Lookup(shortest) if "lookup" in drafters or "hybrid" in drafters else None
-    run.drafting = Drafting(Checked(SCHEDULES[schedule]()), model=run.draft, lookup=lookup, verify=verify)
-    run.drafting.stops_early = True
+    run.lookup = Lookup(run.size, shortest) if "lookup" in drafters or "hybrid" in drafters else None
+    both = [drafter for drafter in (run.lookup, run.draft) if drafter is not None]
+    run.drafting = Drafting(both, Checked(SCHEDULES[schedule]()), verify=verify)
     run.begin()
     return run
 
@@ -155,14 +172,13 @@ def drafted_by(run: Run, drafter: str) -> tuple[int, int]:
 def check(run: Run) -> None:
     """Both contexts hold committed tokens, and the lookup all of them once it is asked again."""
     run.check()
-    lookup = run.drafting.lookup
-    if lookup is not None:
+    if run.lookup is not None:
         run.drafting.schedule.schedule = FixedSchedule(3)
-        run.drafting.plan(run.tokens, 9, SIZE)
-        fresh = Lookup()
+        run.drafting.plan(run.tokens, 9)
+        fresh = Suffixes()
         fresh.extend(run.tokens)
-        assert lookup.length == len(run.tokens)
-        assert lookup.find(9) == fresh.find(9)
+        assert run.lookup._suffixes.length == len(run.tokens)
+        assert run.lookup._suffixes.find(9) == fresh.find(9)
 
 
 def plainly(count: int, sampling: Sampling = GREEDY, target: Any = TARGET, **options: Any) -> list[int]:
@@ -214,14 +230,13 @@ def test_a_draft_that_is_unsure_stops_early(plain: list[int]) -> None:
         run = prepared(drafters, "moody")
         assert go(run, 80) == plain[:80]
         lengths |= {finished.drafted for finished in run.rounds}
-        run.drafting.stops_early = False
     assert len(lengths) > 3
     run = prepared("other", "15")
     run.drafting.schedule.schedule.proceed = lambda drafted, confidences: drafted < 2
     go(run, 20)
     assert {finished.drafted for finished in run.rounds[:-2]} == {2}
     run = prepared("other", "15")
-    run.drafting.stops_early = False
+    run.drafting.schedule.early = False
     run.drafting.schedule.schedule.proceed = None  # nobody asks
     go(run, 20)
     assert run.rounds[0].drafted == 15
@@ -329,7 +344,7 @@ def test_an_exception_anywhere_in_a_round(where: str, after: bool, plain: list[i
         run = prepared("hybrid same", "moody")
         owner, name = {
             "target": (run.target, "extend"), "draft": (run.draft.context, "extend"),
-            "lookup": (run.drafting.lookup, "extend"), "verify": (run.drafting, "verify"),
+            "lookup": (run.lookup._suffixes, "extend"), "verify": (run.drafting, "verify"),
             "observe": (run.drafting.schedule, "observe"),
         }[where]  # fmt: skip
         setattr(owner, name, _breaks(getattr(owner, name), at, after))
@@ -438,12 +453,11 @@ def test_the_draft_catches_up_after_rounds_without_it(lag: int, monkeypatch: pyt
     """In passes of at most `prefill_rows`, and then agrees as if it had been there."""
     for sampling in (Sampling(), Sampling(temperature=1, frequency_penalty=0.1)):
         run = prepared("hybrid same", "3", sampling)
-        lookup = run.drafting.lookup
         run.drafting.schedule = Checked(FixedSchedule(0))
         go(run, lag)
-        run.drafting.schedule = Checked(FixedSchedule(3))
-        run.drafting.lookup = None
-        assert run.drafting.model.lag(run.tokens) == lag
+        both, run.drafting = run.drafting, Drafting([run.draft], Checked(FixedSchedule(3)))
+        run.decoding.drafting = run.drafting
+        assert run.draft.lag(run.tokens) == lag
         rows: list[int] = []
         extend = run.draft.context.extend
 
@@ -458,7 +472,7 @@ def test_the_draft_catches_up_after_rounds_without_it(lag: int, monkeypatch: pyt
         assert sum(rows) == lag + 3
         assert max(rows) <= run.draft.context.prefill_rows
         assert len(rows) <= 2 + 3 + lag // run.draft.context.prefill_rows
-        run.drafting.lookup = lookup
+        both.schedule, run.drafting = run.drafting.schedule, both
         check(run)
 
 
@@ -466,8 +480,8 @@ def test_the_draft_catches_up_after_rounds_without_it(lag: int, monkeypatch: pyt
 def test_steps_are_chained_while_that_is_cheap(lazily: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that has grown too large for it is found out though it was small at first; what was measured counts."""
     run = _counting("same", "3")
-    run.drafting.stops_early = False
-    run.draft.lazily = lazily
+    run.drafting.schedule.early = False
+    run.draft._lazily = lazily
     waits, evaluate = [], mx.eval
     monkeypatch.setattr(mx, "eval", lambda *arrays: (waits.append(arrays), evaluate(*arrays)))
     for cheap in (True, False, True):
@@ -557,6 +571,8 @@ def test_every_round_is_told_in_order_and_once() -> None:
 class Probing:
     """Plain, but for one drafted token every fourth round; a choice that was not carried out would come to nothing."""
 
+    stops_early = True
+
     def __init__(self) -> None:
         self._rounds, self.parked = 0, False
 
@@ -568,7 +584,7 @@ class Probing:
     def proceed(self, drafted: int, confidences: Sequence[float]) -> bool:
         return False
 
-    def observe(self, offer: Offer | None, drafted: int, accepted: int, confidences: Sequence[float]) -> None:
+    def observe(self, offer: Offer | None, drafted: int, accepted: int, *more: Any) -> None:
         self._rounds += 1
 
     def plain_rounds(self) -> int:
@@ -591,7 +607,7 @@ def test_what_cannot_win_is_parked_and_probed_now_and_then() -> None:
     costs = Costs(((1, 1.0), (2, 2.2), (4, 5.0)), draft_step=0.1, draft_row=0.001)
     for drafters in ("other", "same", "lookup", HYBRID):
         run = prepared(drafters, "3")
-        run.drafting.schedule = Checked(AutoSchedule(costs, 15))
+        run.drafting.schedule = Checked(automatic(costs, 15))
         go(run, 400)
         drafted = [finished for finished in run.rounds if finished.drafted]
         assert 1 <= len(drafted) < 20, drafters
@@ -608,8 +624,7 @@ def test_a_draft_that_is_hopeless_at_first_is_taken_up_again() -> None:
     table[:, :20] = np.array(TableModel.random(2, SIZE).table)[:, :20]
     costs = Costs(((1, 1.0), (2, 1.2), (8, 1.9)), draft_step=0.1, draft_row=0.01)
     run = Run(target, TableModel(table), Sampling(logit_bias=dict.fromkeys(range(20, SIZE), -1e3)))
-    run.drafting = Drafting(AutoSchedule(costs, 7), model=run.draft)
-    run.drafting.stops_early = True
+    run.drafting = Drafting([run.draft], automatic(costs, 7, drafters=["model"]))
     run.begin()
     go(run, 300)
     assert sum(finished.drafted == 0 for finished in run.rounds) > 200
@@ -623,7 +638,7 @@ def test_a_draft_that_is_hopeless_at_first_is_taken_up_again() -> None:
 
 def test_no_schedule_is_plain_decoding(plain: list[int]) -> None:
     run = prepared("hybrid same")
-    run.drafting.schedule = None
+    run.drafting.schedule = FixedSchedule(0)
     assert go(run, 20) == plain[:20]
     assert [finished.drafted for finished in run.rounds] == [0] * 20
     assert not any(finished.parked for finished in run.rounds)
@@ -648,9 +663,10 @@ def test_the_drafts_context_ends_and_lookup_goes_on(plain: list[int], caplog: py
 
 def test_who_may_draft_has_a_name() -> None:
     model = DraftModel(OTHER.new_context(), Sampling(), SIZE)
-    assert Drafting(model=model).name == "model"
-    assert Drafting(lookup=Lookup()).name == "lookup"
-    assert Drafting(model=model, lookup=Lookup()).name == "hybrid"
+    lookup, plain = Lookup(SIZE), FixedSchedule(0)
+    assert Drafting([model], plain).name == "model"
+    assert Drafting([lookup], plain).name == "lookup"
+    assert Drafting([lookup, model], plain).name == "hybrid"
 
 
 # -- INT8, sinks and a window --------------------------------------------------------------------------------------
@@ -686,8 +702,8 @@ def test_a_window_with_hybrid(int8: bool, sinks: int, schedule: str) -> None:
 
     plain_context = PagedModel(TARGET.module, int8=int8).new_context(sinks, 65)
     expected = generate(None, plain_context, [250])
-    drafts = Drafting(Checked(SCHEDULES[schedule]()), model=DraftModel(contexts[1], Sampling(), SIZE), lookup=Lookup())
-    drafts.stops_early = True
+    both = [Lookup(SIZE), DraftModel(contexts[1], Sampling(), SIZE)]
+    drafts = Drafting(both, Checked(SCHEDULES[schedule]()))
     assert generate(drafts, contexts[0], [100, 1, 2, 147]) == expected
     if schedule in ("15", "cheap"):
         assert 15 in lengths
@@ -700,34 +716,35 @@ def test_a_window_with_hybrid(int8: bool, sinks: int, schedule: str) -> None:
 
 
 def test_lookup_reads_a_prompt_once_and_no_more_of_it_than_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "_LOOKED_BACK", 50)
+    monkeypatch.setattr(looking_up, "_LOOKED_BACK", 50)
     read: list[int] = []
-    extend = Lookup.extend
-    monkeypatch.setattr(Lookup, "extend", lambda self, tokens: (read.append(len(tokens)), extend(self, tokens))[1])
-    made = Drafting(FixedSchedule(3), lookup=Lookup())
+    extend = Suffixes.extend
+    monkeypatch.setattr(Suffixes, "extend", lambda self, tokens: (read.append(len(tokens)), extend(self, tokens))[1])
+    lookup = Lookup(100)
+    made = Drafting([lookup], FixedSchedule(3))
     tokens = list(range(30)) * 10
     made.prefill(tokens)
     assert read == [50]
     tokens.append(0)
-    plan = made.plan(tokens, 5, 100)
+    plan = made.plan(tokens, 5)
     assert plan is not None
-    assert plan.found == [1, 2, 3]
+    assert lookup._found[: plan.k] == [1, 2, 3]
     assert read == [50, 1]
 
 
 def test_lookup_forgets_what_is_long_past(monkeypatch: pytest.MonkeyPatch) -> None:
     """An endless stream takes constant memory; what came lately is found all the same."""
-    monkeypatch.setattr(drafting, "_LOOKED_BACK", 50)
-    made = Drafting(FixedSchedule(3), lookup=Lookup())
+    monkeypatch.setattr(looking_up, "_LOOKED_BACK", 50)
+    lookup = Lookup(100)
+    made = Drafting([lookup], FixedSchedule(3))
     tokens = list(range(30)) * 2
     lengths = []
     for step in range(300):
-        plan = made.plan(tokens, 5, 100)
-        assert made.lookup is not None
-        lengths.append(made.lookup.length)
+        plan = made.plan(tokens, 5)
+        lengths.append(lookup._suffixes.length)
         if len(tokens) > 100 + 50 and step % 30 > 5:
             assert plan is not None
-            assert plan.found[0] == tokens[-30]
+            assert lookup._found[0] == tokens[-30]
         tokens.append(step % 30)
     assert max(lengths) <= 100
     assert min(lengths[60:]) >= 50

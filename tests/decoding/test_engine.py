@@ -21,6 +21,7 @@ from mlx_spec.decoding import engine
 from mlx_spec.decoding.drafters.draft_model import DraftModel
 from mlx_spec.decoding.drafting import Drafting
 from mlx_spec.decoding.engine import Decoding, Round
+from mlx_spec.decoding.schedule.schedule import FixedSchedule
 from mlx_spec.errors import MLXSpecError
 from mlx_spec.kv import PageTable
 from mlx_spec.settings import Sampling
@@ -56,7 +57,7 @@ class Run:
         self.tokens, self.start = list(prompt), len(prompt)
         self.target = target.new_context()
         self.draft = draft and DraftModel(draft.new_context(), sampling, size, draft_context_length)
-        self.drafting = self.draft and Drafting(model=self.draft)
+        self.drafting = self.draft and Drafting([self.draft], FixedSchedule(0))
         self.rounds: list[Round] = []
         self.begin(seed)
 
@@ -460,7 +461,7 @@ def test_ctrl_c_at_any_line(k: int, draft: PagedModel, plain: list[int]) -> None
     def trace(frame: Any, event: str, argument: Any) -> Any:
         nonlocal lines
         inside = "/mlx_spec/" in frame.f_code.co_filename.replace("\\", "/")
-        if not inside or frame.f_code.co_name in ("_rewind", "observe", "rewind"):
+        if not inside or frame.f_code.co_name in ("_rewind", "rewind"):
             return None
         if event == "line":
             lines += 1
@@ -775,7 +776,8 @@ def test_prefill_reads_with_both_models_and_leaves_the_last_token() -> None:
     told: list[int] = []
     target: Context = TARGET.new_context()
     draft = DraftModel(OTHER.new_context(), GREEDY, SIZE)
-    decoding = Decoding(list(PROMPT), target, Drafting(model=draft), sampling=GREEDY, seed=0, vocabulary_size=SIZE)
+    drafting = Drafting([draft], FixedSchedule(0))
+    decoding = Decoding(list(PROMPT), target, drafting, sampling=GREEDY, seed=0, vocabulary_size=SIZE)
     decoding.prefill(told.append)
     assert target.length == draft.context.length == len(PROMPT) - 1
     assert sum(told) == 2 * (len(PROMPT) - 1)

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from reference import TableModel, count, exact_distribution, p_value
+from replay import automatic
 from tiny import fixed, tiny_model
 
 from mlx_spec.decoding import engine
@@ -25,7 +26,8 @@ from mlx_spec.decoding.drafting import Drafting
 from mlx_spec.decoding.engine import Decoding
 from mlx_spec.decoding.sampling import distribution, draw
 from mlx_spec.decoding.schedule.costs import Costs
-from mlx_spec.decoding.schedule.schedule import AutoSchedule, FixedSchedule, Offer
+from mlx_spec.decoding.schedule.offers import Offer
+from mlx_spec.decoding.schedule.schedule import FixedSchedule
 from mlx_spec.decoding.verification import verify_block, verify_tokenwise
 from mlx_spec.settings import Sampling
 
@@ -248,7 +250,7 @@ def _decoding(
 ) -> tuple[Decoding, DraftModel | None]:
     """A Decoding after PROMPT, and its drafter."""
     drafter = None if draft is None else DraftModel(draft, sampling, size)
-    drafting = drafter and Drafting(model=drafter)
+    drafting = drafter and Drafting([drafter], FixedSchedule(0))
     decoding = Decoding(list(PROMPT), target, drafting, sampling=sampling, seed=seed, vocabulary_size=size)
     decoding.prefill()
     return decoding, drafter
@@ -341,7 +343,7 @@ def test_first_two_decoded_tokens_follow_the_target(settings: dict[str, float], 
 class _Moody:
     """Each drafter and none in turn, and as many tokens as the draft is sure of."""
 
-    parked = whole_rounds = False
+    parked, stops_early, whole_rounds = False, True, False
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
@@ -354,7 +356,7 @@ class _Moody:
     def proceed(self, drafted: int, confidences: Sequence[float]) -> bool:
         return confidences[-1] > 0.45
 
-    def observe(self, offer: Offer | None, drafted: int, accepted: int, confidences: Sequence[float]) -> None:
+    def observe(self, offer: Offer | None, drafted: int, accepted: int, *more: Any) -> None:
         self.rounds += 1
 
     def plain_rounds(self) -> int:
@@ -368,8 +370,8 @@ DRAFTINGS: dict[str, Callable[[int], tuple[str, Any]]] = {
     "lookup, 3": lambda seed: ("lookup", FixedSchedule(3)),
     "hybrid, 3": lambda seed: ("hybrid", FixedSchedule(3)),
     "hybrid, moody": lambda seed: ("hybrid", _Moody(seed)),
-    "hybrid, auto": lambda seed: ("hybrid", AutoSchedule(_COSTS, 7)),
-    "model, auto": lambda seed: ("model", AutoSchedule(_COSTS, 7)),
+    "hybrid, auto": lambda seed: ("hybrid", automatic(_COSTS, 7)),
+    "model, auto": lambda seed: ("model", automatic(_COSTS, 7, drafters=["model"])),
 }
 WAYS = {"token": verify_tokenwise, "block": verify_block}
 
@@ -379,12 +381,8 @@ def _drafting(name: str, way: str) -> Callable[[Any, Sampling, int], Drafting]:
 
     def made(context: Any, sampling: Sampling, seed: int) -> Drafting:
         drafters, schedule = DRAFTINGS[name](seed)
-        model = DraftModel(context, sampling, VOCABULARY) if drafters != "lookup" else None
-        drafting = Drafting(
-            schedule, model=model, lookup=Lookup(1) if drafters != "model" else None, verify=WAYS[way]
-        )
-        drafting.stops_early = "auto" in name or "moody" in name
-        return drafting
+        both = [Lookup(VOCABULARY, 1), DraftModel(context, sampling, VOCABULARY)]
+        return Drafting([one for one in both if drafters in ("hybrid", one.name)], schedule, verify=WAYS[way])
 
     return made
 
@@ -417,13 +415,13 @@ def test_first_two_tokens_follow_the_target_whoever_drafts(name: str, way: str) 
 
 
 def test_a_lookup_that_hides_its_certainty_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    propose = Drafting.propose
+    propose = Lookup.propose
 
-    def hiding(self: Drafting, *arguments: Any) -> Proposal:
+    def hiding(self: Lookup, *arguments: Any) -> Proposal:
         found = propose(self, *arguments)
         return Proposal(found.tokens, mx.full(found.probabilities.shape, 1 / VOCABULARY))
 
-    monkeypatch.setattr(Drafting, "propose", hiding)
+    monkeypatch.setattr(Lookup, "propose", hiding)
     assert _drafted_chain_p_value("lookup, 3", "token", {"temperature": 1.0}) < 1e-6
     assert _drafted_chain_p_value("lookup, 3", "block", {"temperature": 1.0}) < 1e-6
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_spec.decoding.drafters.lookup import Lookup, Match
+from mlx_spec.decoding.drafters.suffixes import Match, Suffixes
 
 MANY = 100_000
 
@@ -43,7 +43,7 @@ def _last(items: list[int], item: int) -> int:
 
 
 def _found(text: list[int], most: int = 8, shortest: int = 2) -> Match | None:
-    lookup = Lookup(shortest)
+    lookup = Suffixes(shortest)
     lookup.extend(text)
     assert lookup.length == len(text)
     return lookup.find(most)
@@ -64,7 +64,7 @@ def _texts(most: int) -> st.SearchStrategy[list[int]]:
 @settings(max_examples=400, deadline=None)
 @given(_texts(32), st.integers(1, 12), st.integers(1, 4))
 def test_it_finds_what_the_definition_says_after_every_token(text: list[int], most: int, shortest: int) -> None:
-    lookup = Lookup(shortest)
+    lookup = Suffixes(shortest)
     for length in range(len(text) + 1):
         assert lookup.find(most) == _by_definition(text[:length], most, shortest)
         lookup.extend(text[length : length + 1])
@@ -102,7 +102,7 @@ def test_text_that_repeats_itself_for_long_keeps_what_is_promised(
 
 @given(_texts(60), st.lists(st.integers(0, 60)))
 def test_it_does_not_matter_in_which_pieces_tokens_come(text: list[int], cuts: list[int]) -> None:
-    lookup = Lookup()
+    lookup = Suffixes()
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     for start, end in zip(places, [*places[1:], len(text)], strict=True):
         lookup.extend(text[start:end])
@@ -191,7 +191,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_memory_and_time_are_linear(name: str) -> None:
     text = BAD[name]
-    lookup = Lookup()
+    lookup = Suffixes()
     began = time.perf_counter()
     lookup.extend(text)
     extended = time.perf_counter()

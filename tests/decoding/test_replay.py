@@ -9,12 +9,13 @@ from random import Random
 from typing import Any
 
 import pytest
+import replay as player
 from replay import Trace, copied_runs, least_cost, outcomes, replay
 from traces import CLIFF, TABLES, Recorded, copying, trace, uninformed
 
-from mlx_spec.decoding.drafters.lookup import Lookup
+from mlx_spec.decoding.drafters.suffixes import Suffixes
 from mlx_spec.decoding.schedule.costs import Costs
-from mlx_spec.decoding.schedule.schedule import AutoSchedule, FixedSchedule, Schedule
+from mlx_spec.decoding.schedule.schedule import FixedSchedule, Schedule
 
 STEADY = ["steady 0.5", "steady 0.6", "steady 0.7", "steady 0.8", "steady 0.9", "steady 0.97"]
 HOPELESS = ["steady 0.0", "steady 0.1", "steady 0.25"]
@@ -22,21 +23,19 @@ MIXED = ["drifting", "drifting-informed", "good-bad", "bad-good", "quick"]
 
 
 def speedup(
-    texts: Trace | Sequence[Trace], schedule: Callable[[], Schedule], costs: Costs, *, lookup: bool = False,
-    stops_early: bool = True,
+    texts: Trace | Sequence[Trace], schedule: Callable[[], Schedule], costs: Costs, *, lookup: bool = False
 ) -> float:
     """Over plain decoding, of one request for each text. Each text has its outcomes, the same for every schedule."""
     texts = [texts] if isinstance(texts, Trace) else texts
     played = [
-        replay(text, schedule(), costs, random=Random(index), lookup=Lookup() if lookup else None,
-               stops_early=stops_early)
+        replay(text, schedule(), costs, random=Random(index), lookup=Suffixes() if lookup else None)
         for index, text in enumerate(texts)
     ]
     return sum(one.tokens for one in played) / sum(one.cost for one in played)
 
 
 def automatic(costs: Costs, **options: Any) -> Callable[[], Schedule]:
-    return lambda: AutoSchedule(costs, 15, **options)
+    return lambda: player.automatic(costs, **options)
 
 
 def best_fixed(texts: Trace | Sequence[Trace], costs: Costs, *, lookup: bool = False) -> float:
@@ -51,7 +50,7 @@ def test_on_every_text_it_is_within_three_percent_of_the_best_fixed_number(
     name: str, table: str, stops_early: bool
 ) -> None:
     costs, texts = TABLES[table], [trace(name, 800, seed) for seed in range(2)]
-    automatically = speedup(texts, automatic(costs, stops_early=stops_early), costs, stops_early=stops_early)
+    automatically = speedup(texts, automatic(costs, stops_early=stops_early), costs)
     assert automatically > 0.97 * best_fixed(texts, costs)
 
 
@@ -105,7 +104,7 @@ def test_no_schedule_is_better_than_knowing_all_outcomes_beforehand() -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_nothing_is_faster_than_who_knows_all_of_both_drafters(table: str) -> None:
     costs, text = TABLES[table], copying(500, 0.8, Random(0))
-    copied = copied_runs(text, Lookup())
+    copied = copied_runs(text, Suffixes())
     accepts = outcomes(text, Random(0))
     bound = 500 / least_cost(accepts, costs, copied=copied)
     assert speedup(text, automatic(costs), costs, lookup=True) < bound
@@ -116,7 +115,7 @@ def test_nothing_is_faster_than_who_knows_all_of_both_drafters(table: str) -> No
 def test_what_lookup_would_have_had_accepted() -> None:
     text = Trace([0.0] * 5, [0.5] * 5, tokens=[2, 3, 9, 2, 3], prompt=[1, 2, 3, 4, 1])
     # A match has two tokens at least: after 1 and 2 comes 3 and then not 4, and after 2 and 3 not 4 again.
-    assert copied_runs(text, Lookup()) == [0, 1, 0, 0, 0]
+    assert copied_runs(text, Suffixes()) == [0, 1, 0, 0, 0]
     assert least_cost([False] * 5, Costs(((1, 1.0), (16, 1.0)), None), copied=[0, 1, 0, 0, 0]) == 4
 
 
@@ -154,19 +153,23 @@ def test_a_replay_costs_what_its_passes_do() -> None:
 
 def test_a_replay_stops_early_only_where_an_engine_could() -> None:
     class Hesitant(FixedSchedule):
+        stops_early = True
+
         def proceed(self, drafted: int, confidences: Sequence[float]) -> bool:
             return False
 
     costs = Costs(((1, 1.0), (4, 1.5)), 0.1)
     text = Trace([1.0] * 9, [0.9] * 9)
     assert replay(text, Hesitant(3), costs).drafted == 4  # one in each round but the last
-    assert replay(text, Hesitant(3), costs, stops_early=False).drafted == 6  # three in each
+    hasty = Hesitant(3)
+    hasty.stops_early = False
+    assert replay(text, hasty, costs).drafted == 6  # three in each
 
 
 def test_a_replay_looks_up_what_the_text_holds() -> None:
     costs = Costs(((1, 1.0), (8, 1.0)), None)
     text = Trace([0.0] * 8, [0.5] * 8, tokens=[1, 2, 3, 4, 5, 6, 7, 8], prompt=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0])
-    replayed = replay(text, FixedSchedule(7), costs, lookup=Lookup())
+    replayed = replay(text, FixedSchedule(7), costs, lookup=Suffixes())
     assert replayed.accepted == replayed.tokens - replayed.passes
     # After the 0 and the 1 all is known; of the last 7 tokens a round can draft 6.
     assert replayed.passes == 2

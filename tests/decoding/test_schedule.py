@@ -8,13 +8,20 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from replay import Trace, replay
+from replay import Trace, automatic, replay
 from traces import TABLES, Recorded, trace, uninformed
 
+from mlx_spec.decoding.drafters.draft_model import model_offer
+from mlx_spec.decoding.drafters.lookup import match_offer
+from mlx_spec.decoding.drafters.suffixes import Match
 from mlx_spec.decoding.schedule.costs import Costs
 from mlx_spec.decoding.schedule.schedule import AutoSchedule, FixedSchedule, Offer
 
-MODEL = Offer("model", 15)
+MODEL = model_offer(15)
+
+
+def match(tokens: int, length: int) -> Offer:
+    return match_offer(Match(length, [0] * tokens, 1))
 
 
 def fail(schedule: AutoSchedule, rounds: int, offer: Offer = MODEL) -> None:
@@ -27,9 +34,9 @@ def fail(schedule: AutoSchedule, rounds: int, offer: Offer = MODEL) -> None:
 def test_a_fixed_schedule_drafts_what_it_is_told_and_no_more_than_can_be_had() -> None:
     schedule = FixedSchedule(4)
     assert schedule.choose([MODEL]) == (MODEL, 4)
-    assert schedule.choose([Offer("model", 2)]) == (Offer("model", 2), 2)
+    assert schedule.choose([model_offer(2)]) == (model_offer(2), 2)
     assert schedule.choose([]) is None
-    assert schedule.choose([Offer("model", 0)]) is None
+    assert schedule.choose([model_offer(0)]) is None
     assert schedule.proceed(1, [0.01])
     assert schedule.plain_rounds() == 0
     assert not schedule.parked
@@ -44,7 +51,7 @@ def test_fixed_at_none_is_plain_decoding_for_good() -> None:
 
 
 def test_a_confident_match_goes_before_the_model_and_another_after_it() -> None:
-    long, short = Offer("lookup", 9, match=3), Offer("lookup", 9, match=2)
+    long, short = match(9, 3), match(9, 2)
     schedule = FixedSchedule(4)
     assert schedule.choose([MODEL, long]) == (long, 4)
     assert schedule.choose([short, MODEL]) == (MODEL, 4)
@@ -52,7 +59,7 @@ def test_a_confident_match_goes_before_the_model_and_another_after_it() -> None:
 
 
 def test_it_drafts_the_more_the_more_is_accepted() -> None:
-    schedule = AutoSchedule(TABLES["70B"], 15, stops_early=False)
+    schedule = automatic(TABLES["70B"], 15, stops_early=False)
     chosen = []
     for accepts in (True, False):
         for _ in range(20):
@@ -69,42 +76,42 @@ def test_it_drafts_the_more_the_more_is_accepted() -> None:
 
 def test_more_than_can_be_had_or_was_measured_is_never_drafted() -> None:
     costs = Costs(((1, 1.0), (6, 1.0)), 0.0)
-    assert AutoSchedule(costs, 15, stops_early=False).choose([MODEL]) == (MODEL, 5)
-    assert AutoSchedule(costs, 15).choose([MODEL]) == (MODEL, 5)
-    assert AutoSchedule(costs, 3).choose([MODEL]) == (MODEL, 3)
-    two = Offer("model", 2)
-    assert AutoSchedule(costs, 15).choose([two]) == (two, 2)
-    assert AutoSchedule(costs, 15).choose([Offer("model", 0)]) is None
-    assert AutoSchedule(costs, 0).choose([MODEL]) is None
-    assert AutoSchedule(Costs(((1, 1.0),), 0.0), 15).choose([MODEL]) is None
+    assert automatic(costs, 15, stops_early=False).choose([MODEL]) == (MODEL, 5)
+    assert automatic(costs, 15).choose([MODEL]) == (MODEL, 5)
+    assert automatic(costs, 3).choose([MODEL]) == (MODEL, 3)
+    two = model_offer(2)
+    assert automatic(costs, 15).choose([two]) == (two, 2)
+    assert automatic(costs, 15).choose([model_offer(0)]) is None
+    assert automatic(costs, 0).choose([MODEL]) is None
+    assert automatic(Costs(((1, 1.0),), 0.0), 15).choose([MODEL]) is None
 
 
 def test_a_drafter_that_is_not_there_is_never_chosen() -> None:
-    lookup = Offer("lookup", 15, match=20)
-    assert AutoSchedule(TABLES["ideal"], 15, drafters=["lookup"]).choose([MODEL]) is None
-    assert AutoSchedule(replace(TABLES["ideal"], draft_step=None), 15).choose([MODEL]) is None
-    choice = AutoSchedule(replace(TABLES["ideal"], draft_step=None), 15).choose([MODEL, lookup])
+    lookup = match(15, 20)
+    assert automatic(TABLES["ideal"], 15, drafters=["lookup"]).choose([MODEL]) is None
+    assert automatic(replace(TABLES["ideal"], draft_step=None), 15).choose([MODEL]) is None
+    choice = automatic(replace(TABLES["ideal"], draft_step=None), 15).choose([MODEL, lookup])
     assert choice is not None
     assert choice[0] == lookup
 
 
 def test_a_long_match_is_worth_more_tokens_than_a_short_one_and_goes_before_the_model() -> None:
     chosen = []
-    for match in (2, 6, 12, 40):
-        offer = Offer("lookup", 15, match=match)
-        choice = AutoSchedule(TABLES["CPU"], 15).choose([offer])
+    for length in (2, 6, 12, 40):
+        offer = match(15, length)
+        choice = automatic(TABLES["CPU"], 15).choose([offer])
         chosen.append(choice[1] if choice else 0)
     assert chosen == sorted(chosen)
     assert chosen[0] <= 1
     assert chosen[-1] >= 4
-    long = Offer("lookup", 15, match=40)
-    choice = AutoSchedule(TABLES["CPU"], 15).choose([MODEL, long])
+    long = match(15, 40)
+    choice = automatic(TABLES["CPU"], 15).choose([MODEL, long])
     assert choice is not None
     assert choice[0] == long
 
 
 def test_a_draft_that_is_unsure_is_stopped_and_one_that_is_sure_goes_on() -> None:
-    schedule = AutoSchedule(TABLES["70B"], 15)
+    schedule = automatic(TABLES["70B"], 15)
     random = Random(3)
     for _ in range(60):
         choice = schedule.choose([MODEL])
@@ -123,7 +130,7 @@ def test_a_draft_that_is_unsure_is_stopped_and_one_that_is_sure_goes_on() -> Non
 
 def test_it_goes_over_a_step_that_does_not_pay_by_itself_where_the_next_ones_do() -> None:
     """The second row is dear and further ones are free."""
-    schedule = AutoSchedule(Costs(((1, 1.0), (2, 1.1), (3, 2.2), (16, 2.2)), 0.0), 15)
+    schedule = automatic(Costs(((1, 1.0), (2, 1.1), (3, 2.2), (16, 2.2)), 0.0), 15)
     for _ in range(30):
         schedule.choose([MODEL])
         schedule.observe(MODEL, 15, 15, [0.99] * 15)
@@ -143,7 +150,7 @@ def test_what_fails_is_parked_and_probed_at_growing_intervals() -> None:
 
 
 def test_it_says_how_many_rounds_are_plain_and_tries_after_them() -> None:
-    schedule = AutoSchedule(TABLES["CPU"], 15, drafters=["model"])
+    schedule = automatic(TABLES["CPU"], 15, drafters=["model"])
     assert schedule.plain_rounds() == 0
     fail(schedule, 30)
     rounds = schedule.plain_rounds()
@@ -157,14 +164,14 @@ def test_it_says_how_many_rounds_are_plain_and_tries_after_them() -> None:
 
 
 def test_plain_rounds_are_never_certain_while_a_long_match_would_be_tried() -> None:
-    schedule = AutoSchedule(TABLES["CPU"], 15)
+    schedule = automatic(TABLES["CPU"], 15)
     fail(schedule, 30)
     assert schedule.parked
     assert schedule.plain_rounds() == 0
 
 
 def test_without_an_offer_nothing_is_parked() -> None:
-    schedule = AutoSchedule(TABLES["CPU"], 15)
+    schedule = automatic(TABLES["CPU"], 15)
     assert schedule.choose([]) is None
     assert not schedule.parked
 
@@ -195,10 +202,10 @@ def test_a_model_that_is_dear_to_resume_stays_parked_unless_it_won_before() -> N
 
 
 def test_after_other_costs_probes_have_their_price() -> None:
-    schedule = AutoSchedule(TABLES["CPU"], 15, drafters=["model"])
+    schedule = automatic(TABLES["CPU"], 15, drafters=["model"])
     fail(schedule, 30)
     dear = Costs(tuple((rows, seconds * rows) for rows, seconds in TABLES["CPU"].target), 0.35 * 6.3)
-    schedule.reprice(dear, stops_early=True)
+    schedule.reprice(dear)
     before = schedule.plain_rounds()
     assert before > 1
     for _ in range(before):
@@ -208,9 +215,9 @@ def test_after_other_costs_probes_have_their_price() -> None:
 
 
 def test_what_no_pass_can_hold_is_never_probed() -> None:
-    schedule = AutoSchedule(TABLES["CPU"], 15, drafters=["lookup"])
-    schedule.reprice(Costs(((1, 1.0),), None), stops_early=True)
-    assert schedule.choose([Offer("lookup", 3, match=5)]) is None
+    schedule = automatic(TABLES["CPU"], 15, drafters=["lookup"])
+    schedule.reprice(Costs(((1, 1.0),), None))
+    assert schedule.choose([match(3, 5)]) is None
     assert schedule.plain_rounds() == sys.maxsize
 
 

@@ -14,6 +14,7 @@ from math import exp, log
 from statistics import median
 
 from mlx_spec.cli.bench.runs import PLAIN, Run
+from mlx_spec.settings import MODEL
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _figures(runs: Sequence[Run], plain: dict[tuple[str, int], Run], target_byte
     passes = sum(s.target_passes for s in all_statistics)
     drafted = sum(s.drafted for s in all_statistics)
     seconds = sum(s.decode_seconds for s in all_statistics)
-    draft_passes = sum(s.by_drafter["model"].drafted for s in all_statistics if "model" in s.by_drafter)
+    draft_passes = sum(s.by_drafter[MODEL].drafted for s in all_statistics if MODEL in s.by_drafter)
     read = None
     if target_bytes is not None and draft_bytes is not None and seconds:
         read = (target_bytes * passes + draft_bytes * draft_passes) / seconds

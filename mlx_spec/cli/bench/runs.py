@@ -18,12 +18,12 @@ from mlx_spec.cli.bench.prompts import WARM_UP, BenchPrompt
 from mlx_spec.cli.progress import Progress, untold
 from mlx_spec.errors import MLXSpecError
 from mlx_spec.llm.statistics import Statistics
-from mlx_spec.settings import Sampling, Speculation
+from mlx_spec.settings import HYBRID, LOOKUP, MODEL, NO_DRAFTER, Sampling, Speculation
 
 if TYPE_CHECKING:
     from mlx_spec.llm.llm import LLM
 
-PLAIN, AUTO, LOOKUP, HYBRID = "plain", "auto", "lookup", "hybrid"
+PLAIN, AUTO = "plain", "auto"
 _WARM_UP_TOKENS = 16
 """Enough for the runtime to find it worthwhile to measure what passes cost."""
 
@@ -59,11 +59,11 @@ def ways_of(llm: LLM, draft_tokens: Sequence[int]) -> list[Way]:
     def way(name: str, k: int | str, drafter: str) -> Way:
         return Way(name, dataclasses.replace(llm.speculation, draft_tokens=k, drafter=drafter))  # type: ignore[arg-type]
 
-    plain, lookup = way(PLAIN, 0, "none"), way(LOOKUP, "auto", "lookup")
+    plain, lookup = way(PLAIN, 0, NO_DRAFTER), way(LOOKUP, "auto", LOOKUP)
     if llm.draft_name is None:
         return [plain, lookup]
-    fixed = [way(f"K={k}", k, "model") for k in draft_tokens]
-    return [plain, *fixed, way(AUTO, "auto", "model"), lookup, way(HYBRID, "auto", "hybrid")]
+    fixed = [way(f"K={k}", k, MODEL) for k in draft_tokens]
+    return [plain, *fixed, way(AUTO, "auto", MODEL), lookup, way(HYBRID, "auto", HYBRID)]
 
 
 def check_prompts(llm: LLM, prompts: Sequence[BenchPrompt], max_tokens: int) -> None:

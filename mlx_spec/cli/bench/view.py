@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mlx_spec.cli.bench.figures import Spread, WayFigures
 from mlx_spec.cli.bench.report import Report
-from mlx_spec.cli.bench.runs import AUTO, HYBRID, LOOKUP, PLAIN
+from mlx_spec.cli.bench.runs import AUTO, PLAIN
 from mlx_spec.cli.console import count
 from mlx_spec.cli.tables import Table, figure, show_figures
+from mlx_spec.settings import HYBRID, LOOKUP
 
 _POSITIONS = 8
 """Columns of drafted tokens; more do not fit beside one another."""

@@ -3,37 +3,65 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.architectures.context import Context, prefill
+from mlx_spec.architectures.context import Context, LanguageModel, prefill
+from mlx_spec.decoding.drafters.protocol import Proceed, Proposal
 from mlx_spec.decoding.sampling import distribution, draw, log_probabilities
-from mlx_spec.settings import MOST_DRAFT_TOKENS, Sampling
+from mlx_spec.decoding.schedule.acceptance import Acceptance
+from mlx_spec.decoding.schedule.costs import Costs
+from mlx_spec.decoding.schedule.offers import SURENESS, Offer, Outlook
+from mlx_spec.settings import MODEL, MOST_AUTO_DRAFT_TOKENS, MOST_DRAFT_TOKENS, SMALLEST_WINDOW, Sampling
 
 _log = logging.getLogger("mlx_spec")
+# As likely by chance as not is a match of fewer tokens: a draft model does better.
+_PREFERENCE = 2.5
+_TELLING_PROMPT = 16
+"""Tokens whose reading says what reading a token costs."""
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Drafted tokens (k,) int32 and the distributions they were drawn from, (k, vocabulary_size)."""
+def draft_context(model: LanguageModel, context_length: int | None, sinks: int, window: int | None) -> Context | None:
+    """An empty context to draft in beside a target with these sinks and this window; None where the model has no room.
 
-    tokens: mx.array
-    probabilities: mx.array
-    confidences: tuple[float, ...] = ()
-    """The largest probability that the draft gave any token at each place, before temperature and filters; only where
-    it could stop early."""
+    What a draft sees beside a window is its own affair: as much of that as its own context, of `context_length`
+    positions, allows."""
+    if window is not None and context_length is not None:
+        window = min(window, context_length - sinks)
+        if window < SMALLEST_WINDOW:
+            return None
+    return model.new_context(sinks, window)
 
 
-Proceed = Callable[[int, Sequence[float]], bool]
-"""(tokens drafted, their confidences) -> whether to draft one more."""
+def model_offer(room: int, lag: int = 0) -> Offer:
+    """Kinds are positions."""
+    return Offer(MODEL, range(room), lag, _PREFERENCE)
+
+
+class Reading:
+    """What reading a token costs a draft model, as its prompt showed."""
+
+    seconds = 0.0
+
+    def price(self, costs: Costs) -> tuple[float, float]:
+        """See `Outlook.price`: where no step was timed yet, reading costs what it did in the prompt."""
+        return costs.draft, costs.catching_up if costs.draft_step is not None else self.seconds / costs.plain
+
+
+def model_outlook(reading: Reading | None = None) -> Outlook:
+    """Of a small model of a large one's family: mostly 0.6 to 0.9 are accepted."""
+    positions = Acceptance([0.0] * MOST_AUTO_DRAFT_TOKENS, accepted=2.8, rejected=0.9, hopeless=0.05)
+    sureness = Acceptance(SURENESS, accepted=2.8, rejected=0.9, hopeless=0.05, slopes=(0.0, 0.5, 1.0))
+    return Outlook(MODEL, positions, range(MOST_AUTO_DRAFT_TOKENS), sureness, (reading or Reading()).price)
 
 
 class DraftModel:
     """Drafts with a model of its own, under the same sampling settings as the target."""
+
+    name = MODEL
 
     def __init__(
         self, context: Context, sampling: Sampling, vocabulary_size: int, context_length: int | None = None
@@ -42,27 +70,46 @@ class DraftModel:
         self._sampling, self._vocabulary_size = sampling, vocabulary_size
         self._context_length = context_length
         self._told = False
-        self.lazily: bool | None = None
+        self._reading = Reading()
+        self._lazily: bool | None = None
         """Whether a step is built on the one before while that is still in flight; None is where that is cheap, which
         changes as the cache grows. Not asked where the draft stops early: then each token is waited for."""
+        self.outlook = model_outlook(self._reading)
+
+    @property
+    def can_rewind(self) -> bool:
+        return self.context.can_rewind
+
+    @property
+    def nbytes(self) -> int:
+        return self.context.nbytes
+
+    def adapt(self, costs: Costs) -> None:
+        # Where a chain was measured as faster though it copies the cache, it is. What is cheap now may not be so once
+        # the cache has grown.
+        self._lazily = True if costs.draft_chained and not self.context.chains_cheaply else None
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:
         """Read all of `tokens` but the last, if the draft can go on from there."""
         if self.reads(len(tokens)):
+            started, lag = perf_counter(), self.lag(tokens)
             prefill(self.context, self._known(tokens), progress)
+            if lag >= _TELLING_PROMPT:
+                self._reading.seconds = (perf_counter() - started) / lag
 
     def reads(self, length: int) -> bool:
         """Whether the draft's own context reaches that far: `prefill` does nothing otherwise."""
         return self._context_length is None or length <= self._context_length
 
-    def room(self, length: int) -> int:
-        """How many tokens can be drafted after `length` committed ones. Says so once when the draft's context ends."""
-        if self._context_length is None:
-            return sys.maxsize
-        if length >= self._context_length and not self._told:
-            self._told = True
-            _log.warning(f"the draft's context of {self._context_length} tokens is full: no drafts by it from here on")
-        return max(0, self._context_length - length)
+    def offer(self, tokens: Sequence[int], most: int) -> Offer | None:
+        """Says so once when the draft's context ends."""
+        if self._context_length is not None and len(tokens) + most > self._context_length:
+            most = self._context_length - len(tokens)
+            if most <= 0 and not self._told:
+                self._told = True
+                length = self._context_length
+                _log.warning(f"the draft's context of {length} tokens is full: no drafts by it from here on")
+        return model_offer(most, self.lag(tokens)) if most > 0 else None
 
     def lag(self, tokens: Sequence[int]) -> int:
         """How many of the committed `tokens`, the newest aside, it has yet to read."""
@@ -71,18 +118,14 @@ class DraftModel:
     def propose(
         self, tokens: Sequence[int], k: int, seen: mx.array | None, key: mx.array, proceed: Proceed | None = None
     ) -> Proposal:
-        """Draft k tokens after the committed `tokens`, or fewer, at least one, where `proceed` says no.
-
-        seen: how often each token is in `tokens`, (1, vocabulary_size), where the sampling settings need it.
-        The first pass also reads what was committed since the last proposal: the newest token and, after a round
-        that accepted everything, the last drafted one; after rounds without this drafter all that came since.
-        Stopping leaves the law exact as long as `proceed` knows nothing of tokens that are not drafted yet.
-        """
+        """The first pass also reads what was committed since the last proposal: the newest token and, after a round
+        that accepted everything, the last drafted one; after rounds without this drafter all that came since."""
+        started = perf_counter()
         if self.lag(tokens) >= self.context.prefill_rows:
             self.prefill(tokens)
         pending: Sequence[int] | mx.array = self._known(tokens[self.context.length :])
         narrower = self.context.vocabulary_size < self._vocabulary_size
-        lazily = self.context.chains_cheaply if self.lazily is None else self.lazily
+        lazily = proceed is None and (self.context.chains_cheaply if self._lazily is None else self._lazily)
         drafted: list[mx.array] = []
         rows: list[mx.array] = []
         confidences: list[float] = []
@@ -107,10 +150,10 @@ class DraftModel:
                 mx.async_eval(token)
             else:
                 mx.eval(token)
-        return Proposal(mx.concatenate(drafted), mx.concatenate(rows), tuple(confidences))
+        seconds = None if lazily else perf_counter() - started
+        return Proposal(mx.concatenate(drafted), mx.concatenate(rows), tuple(confidences), seconds)
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Forget drafts that are not in the committed `tokens`, which are never taken back."""
+    def rewind(self, tokens: Sequence[int]) -> None:
         self.context.rewind(min(self.context.length, len(tokens) - 1))
         self.context.settle(self.context.length)
 

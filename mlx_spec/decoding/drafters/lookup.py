@@ -1,127 +1,96 @@
-"""Drafts that cost nothing: what followed the latest tokens where they were seen before, in the prompt or the output.
-
-Knows the committed tokens as numbers; nothing of models or text. The structure is a suffix automaton (Blumer et al.
-1985, "The smallest automaton recognizing the subwords of a text"): one state per set of places where some run of tokens
-ends, at most two states and three transitions per token. A state's suffix link leads to its longest suffix that ends at
-more places; following links from the whole text visits every suffix that was seen before, the longest first.
-"""
+"""Drafts that cost nothing: what followed the latest tokens where they were seen before, in the prompt or the output
+(Saxena 2023, prompt lookup decoding). Knows the committed tokens as numbers; nothing of models or text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-_COUNTED_LINKS = 32
-"""For how many contexts a new token is counted, those of the longest suffixes; keeps a step's cost constant in text
-that repeats itself, where every repetition adds another link."""
+import mlx.core as mx
 
-_ROOT = 0  # the state of the empty run
+from mlx_spec.decoding.drafters.protocol import Proceed, Proposal
+from mlx_spec.decoding.drafters.suffixes import Match, Suffixes
+from mlx_spec.decoding.schedule.acceptance import Acceptance
+from mlx_spec.decoding.schedule.costs import Costs
+from mlx_spec.decoding.schedule.offers import Offer, Outlook
+from mlx_spec.settings import LOOKUP, MOST_AUTO_DRAFT_TOKENS
+
+_LOOKED_BACK = 2**16
+"""Tokens that are known at least, and no more than twice as many: each takes half a kilobyte, and a stream may be
+endless."""
+# Kinds of tokens by bits of the matched length: 1, 2-3, 4-7, 8-15, 16-31, 32 and more; how far each is from the middle
+# one in log-odds. In text of code, edits of code, JSON and prose 0.2-0.5, 0.4-0.8, 0.7-0.93, 0.9-0.98 and 0.93-1 of the
+# tokens after matches of 2 and more were the right ones.
+_MATCHES = (-2.2, -1.2, 0.0, 1.2, 2.2, 3.0)
+# The first token is as good as after the next longer match where it was seen so often: 0.38-0.52 instead of 0.15-0.5.
+_OFTEN = 3
 
 
-@dataclass(frozen=True)
-class Match:
-    """What may come next, judging by the longest suffix that was seen before."""
+def match_offer(match: Match) -> Offer:
+    """A token that follows accepted ones has them in its match too; one that followed often is as good as one that
+    followed a longer match."""
+    bits = [(match.length + index).bit_length() for index in range(len(match.tokens))]
+    if bits and match.seen >= _OFTEN:
+        bits[0] += 1
+    kinds = [min(max(bit, 1), len(_MATCHES)) - 1 for bit in bits]
+    return Offer(LOOKUP, kinds, preference=match.length)
 
-    length: int
-    """Tokens of that suffix."""
-    tokens: list[int]
-    """Its continuation."""
-    seen: int
-    """How often the suffix was followed by the first of them."""
+
+def lookup_outlook() -> Outlook:
+    """Of matches."""
+    best = [len(_MATCHES) - 1] * MOST_AUTO_DRAFT_TOKENS
+    return Outlook(LOOKUP, Acceptance(_MATCHES, accepted=2.0, rejected=1.5), best)
 
 
 class Lookup:
-    """Every run of the tokens so far, and what followed it how often. Grows at the end only."""
+    """Drafts by what the committed tokens hold already."""
 
-    def __init__(self, shortest: int = 2) -> None:
-        """shortest: a suffix of fewer tokens is no match."""
-        self._shortest = max(shortest, 1)
-        self._last = _ROOT
-        # By state.
-        self._following: list[dict[int, int]] = [{}]  # token -> the state of the run with that token added
-        self._link = [-1]  # the state of the longest suffix that ends at more places
-        self._longest = [0]  # tokens of the longest run
-        self._seen = [0]  # how often its runs ended; not kept for runs of one token
-        self._likeliest = [-1]  # the token that followed most often, of several the latest; -1 at the end of the text
+    name, can_rewind, nbytes = LOOKUP, True, 0
 
-    @property
-    def length(self) -> int:
-        """Tokens held."""
-        return self._longest[self._last]
+    def __init__(self, vocabulary_size: int, shortest: int = 2) -> None:
+        """vocabulary_size: no id past it is proposed; shortest: a suffix of fewer tokens is no match."""
+        self._vocabulary_size, self._shortest = vocabulary_size, shortest
+        self._suffixes = Suffixes(shortest)
+        self._forgotten = 0  # tokens at the beginning that are no longer known
+        self._found: list[int] = []
+        self.outlook = lookup_outlook()
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add committed tokens. Time per token is constant on average over all tokens added, whatever they are."""
-        following, link, longest = self._following, self._link, self._longest
-        seen, likeliest, last = self._seen, self._likeliest, self._last
-        for token in tokens:
-            new = len(link)
-            following.append({})
-            link.append(_ROOT)
-            longest.append(longest[last] + 1)
-            seen.append(0)
-            likeliest.append(-1)
-            likeliest[last] = token
-            state = last
-            while state >= 0 and token not in following[state]:
-                following[state][token] = new
-                state = link[state]
-            if state >= 0:
-                link[new] = self._run(state, token, new + 1)
-            state, counted = last, _ROOT
-            for _ in range(_COUNTED_LINKS):
-                if state <= _ROOT:
-                    break
-                ways = following[state]
-                reached = ways[token]
-                if reached != counted:  # several contexts may lead to one state: their runs end at the same places
-                    seen[reached] += 1
-                    counted = reached
-                if seen[reached] >= seen[ways[likeliest[state]]]:
-                    likeliest[state] = token
-                state = link[state]
-            last = new
-        self._last = last
+    def adapt(self, costs: Costs) -> None:
+        pass
 
-    def _run(self, state: int, token: int, unused: int) -> int:
-        """The state of `state`'s longest run with `token` added, seen before and now again: split off as state
-        `unused` where longer runs, which did not end here, shared its state."""
-        following, link = self._following, self._link
-        shared = following[state][token]
-        length = self._longest[state] + 1
-        if self._longest[shared] == length:
-            return shared
-        following.append(following[shared].copy())
-        link.append(link[shared])
-        self._longest.append(length)
-        self._seen.append(self._seen[shared])
-        self._likeliest.append(self._likeliest[shared])
-        link[shared] = unused
-        while state >= 0 and following[state].get(token) == shared:
-            following[state][token] = unused
-            state = link[state]
-        return unused
+    def reads(self, length: int) -> bool:
+        return False
 
-    def find(self, most: int) -> Match | None:
-        """The continuation, at most `most` tokens, of the longest suffix that was seen before; None if it is shorter
-        than `shortest`. Earlier occurrences may overlap the suffix. Time is that of the result, plus a constant.
+    def prefill(self, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:
+        """Time per token is constant."""
+        if len(tokens) - self._forgotten > 2 * _LOOKED_BACK:
+            self._forgotten = len(tokens) - _LOOKED_BACK
+            self._suffixes = Suffixes(self._shortest)
+        try:
+            self._suffixes.extend(tokens[self._forgotten + self._suffixes.length :])
+        except BaseException:  # Ctrl-C, which may have left half a token in it
+            self._suffixes = Suffixes(self._shortest)
+            raise
 
-        Each token is the one that most often followed the suffix and the tokens proposed before it, of several the
-        one that did so latest. Where only the end of the text is left to follow, that is continued as the text itself
-        is, so that text with a period goes on in it, and a match always gives `most` tokens. Counts are exact as long
-        as each token repeated at most some dozens of ever shorter suffixes with counts of their own (the constant of
-        this module); past that the shortest suffixes miss occurrences: counts are then too low, at least 1, and the
-        proposals still tokens that did follow.
-        """
-        link, likeliest, following = self._link, self._likeliest, self._following
-        state = link[self._last]
-        length = self._longest[state] if state > _ROOT else 0
-        if length < self._shortest or most < 1:
+    def offer(self, tokens: Sequence[int], most: int) -> Offer | None:
+        self.prefill(tokens)
+        match = self._suffixes.find(most)
+        if match is None:
             return None
-        seen = self._seen[following[state][likeliest[state]]]
-        tokens = []
-        for _ in range(most):
-            if likeliest[state] < 0:
-                state = link[state]
-            tokens.append(likeliest[state])
-            state = following[state][likeliest[state]]
-        return Match(length, tokens, seen)
+        # A prompt may hold ids that are the embedding's padding.
+        outside = (index for index, token in enumerate(match.tokens) if token >= self._vocabulary_size)
+        self._found = match.tokens[: next(outside, None)]
+        return match_offer(Match(match.length, self._found, match.seen)) if self._found else None
+
+    def propose(
+        self, tokens: Sequence[int], k: int, seen: mx.array | None, key: mx.array, proceed: Proceed | None = None
+    ) -> Proposal:
+        drafts = mx.array(self._found[:k], mx.int32)
+        # A proposal that was certain to be made: all of its distribution is on it.
+        certain = (mx.arange(self._vocabulary_size) == drafts[:, None]).astype(mx.float32)  # (k, vocabulary_size)
+        return Proposal(drafts, certain)
+
+    def rewind(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -5,12 +5,13 @@ Knows kinds of tokens and outcomes; nothing of what a pass costs, nor of token i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from operator import mul
+from typing import Any
+
+import numpy as np
 
 # Levels, in log-odds, that the acceptance of a request may be at: 0.011 to 0.995.
-_LEVELS = tuple(-4.5 + 0.75 * step for step in range(14))
+_LEVELS = np.array([-4.5 + 0.75 * step for step in range(14)])
 # Nothing is certain, and what was never seen must stay possible.
 _MOST = 0.995
 
@@ -43,68 +44,72 @@ class Acceptance:
         """Begin as if `accepted` and `rejected` tokens had been seen (the weights of a beta distribution), but for a
         chance of `hopeless` that hardly any is ever accepted, which a few rejections then make likely."""
         # The beta's density in log-odds, where dp = p (1 - p) dx.
-        beta = [_logistic(level) ** accepted * _logistic(-level) ** rejected for level in _LEVELS]
-        self._prior = [(1 - hopeless) * weight / sum(beta) for weight in beta]
-        self._prior[0] += hopeless
-        self._slopes = len(slopes)
-        # Of each slope and level, one after the other, (slopes * levels,).
-        self._belief = [weight / len(slopes) for _ in slopes for weight in self._prior]
-        self._chances = [
-            [_logistic(level + slope * offset) for slope in slopes for level in _LEVELS] for offset in offsets
-        ]  # (kinds, slopes * levels)
+        beta = _logistic(_LEVELS) ** accepted * _logistic(-_LEVELS) ** rejected
+        prior = (1 - hopeless) * beta / beta.sum()
+        prior[0] += hopeless
+        self._prior = np.tile(prior, (len(slopes), 1))  # (slopes, levels), a distribution for each slope
+        self._belief = self._prior.ravel() / len(slopes)  # (slopes * levels,)
+        shifts = np.multiply.outer(offsets, slopes)  # (kinds, slopes)
+        self._chances = _logistic(shifts[:, :, None] + _LEVELS).reshape(len(offsets), -1)  # (kinds, slopes * levels)
+        self._learned = np.minimum(_MOST, self._chances)
         self._accepted = [0.0] * len(offsets)
         self._expected = [0.0] * len(offsets)
-        self._learned = self._with_factors()
+        self._unseen = 0  # rounds without an outcome that the belief does not know of yet
 
     def reach(self, kinds: Sequence[int]) -> list[float]:
         """Chances that the first, the first two, ... of tokens of these kinds are all accepted."""
-        surviving, chances = self._belief, []
-        for kind in kinds:
-            surviving = list(map(mul, surviving, self._learned[kind]))
-            chances.append(sum(surviving))
+        if not kinds:
+            return []
+        self._catch_up()
+        chances: list[float] = (self._learned[list(kinds)].cumprod(axis=0) @ self._belief).tolist()
         return chances
 
     def observe(self, kinds: Sequence[int], accepted: int) -> None:
         """Of tokens of these kinds the first `accepted` were accepted; the next, if any, was not."""
+        self._catch_up()
         belief = self._jumped(self._change)
-        for index, kind in enumerate(kinds[: accepted + 1]):
-            outcome = index < accepted
-            self._accepted[kind] += outcome - self._accepted[kind] / self._memory
-            self._expected[kind] += sum(map(mul, belief, self._chances[kind])) - self._expected[kind] / self._memory
-            chances = self._learned[kind]
-            belief = list(map(mul, belief, chances if outcome else [1 - chance for chance in chances]))
-            total = sum(belief)
-            belief = [weight / total for weight in belief]
-        self._belief = belief
-        self._learned = self._with_factors()
+        seen = list(kinds[: accepted + 1])
+        if not seen:
+            self._belief = belief
+            return
+        likely = self._learned[seen]  # (n, slopes * levels)
+        if accepted < len(seen):
+            likely[-1] = 1 - likely[-1]
+        after = belief * likely.cumprod(axis=0)
+        before = np.concatenate([belief[None], after[:-1]])
+        expected: list[float] = ((before * self._chances[seen]).sum(axis=1) / before.sum(axis=1)).tolist()
+        self._belief = after[-1] / after[-1].sum()
+        for index, kind in enumerate(seen):
+            self._accepted[kind] += (index < accepted) - self._accepted[kind] / self._memory
+            self._expected[kind] += expected[index] - self._expected[kind] / self._memory
+        self._learned = np.minimum(_MOST, self._factors()[:, None] * self._chances)
 
     def rest(self) -> None:
         """A round went by without an outcome."""
-        self._belief = self._jumped(self._change_unseen)
+        self._unseen += 1
 
-    def _jumped(self, change: float) -> list[float]:
+    def _catch_up(self) -> None:
+        if self._unseen:
+            self._belief = self._jumped(1 - (1 - self._change_unseen) ** self._unseen)
+            self._unseen = 0
+
+    def _jumped(self, change: float) -> Any:
         """The belief after the level may have jumped; what a kind means stays."""
-        belief, levels = [], len(_LEVELS)
-        for slope in range(self._slopes):
-            weights = self._belief[slope * levels : (slope + 1) * levels]
-            jumped = change * sum(weights)
-            belief += [
-                (1 - change) * weight + jumped * prior for weight, prior in zip(weights, self._prior, strict=True)
-            ]
-        return belief
+        belief = self._belief.reshape(self._prior.shape)
+        return ((1 - change) * belief + change * belief.sum(axis=1, keepdims=True) * self._prior).ravel()
 
-    def _with_factors(self) -> list[list[float]]:
-        """Chances of each kind at each slope and level, times what was learned of the kind: as `_chances`."""
-        learned, neighbour = [], 1.0
+    def _factors(self) -> Any:
+        """What was learned of each kind, by which its chances at any level are multiplied, (kinds,)."""
+        factors, neighbour = [], 1.0
         # What all kinds have in common is the level's to follow.
         common = (sum(self._accepted) + self._shrinkage) / (sum(self._expected) + self._shrinkage)
-        for accepted, expected, chances in zip(self._accepted, self._expected, self._chances, strict=True):
+        for accepted, expected in zip(self._accepted, self._expected, strict=True):
             # Half way back to 1, so that the first kinds' noise is not carried to the last.
             near = (1 + neighbour) / 2
             neighbour = (accepted + self._shrinkage * near) / (expected * common + self._shrinkage)
-            learned.append([min(_MOST, neighbour * chance) for chance in chances])
-        return learned
+            factors.append(neighbour)
+        return np.array(factors)
 
 
-def _logistic(log_odds: float) -> float:
-    return 1 / (1 + math.exp(-log_odds))
+def _logistic(log_odds: Any) -> Any:
+    return 1 / (1 + np.exp(-log_odds))

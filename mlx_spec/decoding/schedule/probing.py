@@ -1,4 +1,5 @@
-"""What may be spent on finding out whether speculation would win by now. Costs in passes of plain decoding."""
+"""What may be spent on finding out whether speculation would win by now, and what passes cost. Costs in passes of plain
+decoding."""
 
 from __future__ import annotations
 
@@ -45,3 +46,29 @@ class Allowance:
         if math.isinf(loss):
             return sys.maxsize
         return max(0, math.ceil((loss - self._saved) / self._share))
+
+
+class Venture:
+    """A small share of the time spent so far, for rounds whose cost is not known. Before one the worst that it could
+    lose counts, afterwards what it really lost; what it gained pays for others that lost, and is not saved up."""
+
+    _share = 0.03
+
+    def __init__(self) -> None:
+        self._time = self._lost = 0.0
+
+    def save(self, cost: float) -> None:
+        """A round was run at that cost."""
+        self._time += cost
+
+    def affords(self, loss: float) -> bool:
+        """Whether a round that may lose so much is within the share."""
+        return self._lost + loss <= self._share * self._time
+
+    def spend(self, loss: float) -> None:
+        """A round really lost so much, or gained where that is negative."""
+        self._lost = max(0.0, self._lost + loss)
+
+    def rounds(self, loss: float) -> int:
+        """How many plain rounds it takes until such a loss is within the share."""
+        return max(0, math.ceil((self._lost + loss) / self._share - self._time))
