@@ -61,7 +61,8 @@ class Calibration:
     def costs(self) -> Costs:
         """For a schedule. A row that was not measured is taken to cost a step: it never costs more."""
         step = self.draft_step
-        return Costs(self.target, step, self.draft_row if self.draft_row is not None else step or 0.0)
+        row = self.draft_row if self.draft_row is not None else step or 0.0
+        return Costs(self.target, step, row, self.chains_lazily)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; `from_json` reads it."""

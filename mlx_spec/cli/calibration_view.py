@@ -45,18 +45,12 @@ class Measured:
         }
 
 
-def speedup(costs: Costs, acceptance: float, k: int, draft: float) -> float:
-    """Expected speed over plain decoding with k drafts a pass, each accepted with probability `acceptance` if those
-    before it were and costing `draft` single-row passes: the sum of acceptance^i over i = 0..k, by V(k + 1) + k c
-    (Leviathan et al. 2023, theorem 3.8, with the cost of verification measured)."""
-    return sum(acceptance**i for i in range(k + 1)) / (costs.verify(k + 1) + k * draft)
-
-
 def best(costs: Costs, acceptance: float, draft: float) -> tuple[int, float]:
-    """K with the largest speedup, and that speedup; 0 and 1 where drafting does not pay."""
-    ks = range(costs.most_rows)
-    k = max(ks, key=lambda k: (speedup(costs, acceptance, k, draft), -k))
-    return k, speedup(costs, acceptance, k, draft)
+    """K with the largest speedup, each draft accepted with probability `acceptance` if those before it were and costing
+    `draft` single-row passes; and that speedup. 0 and 1 where drafting does not pay."""
+    speedups = [1.0, *costs.speedups([acceptance**k for k in range(1, costs.most_rows)], draft)]
+    k = max(range(len(speedups)), key=speedups.__getitem__)
+    return k, speedups[k]
 
 
 def _as_dict(calibration: Calibration) -> dict[str, Any]:

@@ -20,9 +20,17 @@ def test_what_was_measured_is_kept_and_between_it_the_time_grows_evenly() -> Non
 def test_nothing_is_known_of_passes_beyond_the_last_measured() -> None:
     costs = Costs(((1, 1.0), (4, 2.0)), draft_step=None)
     assert costs.verify(5) == math.inf
-    assert costs.speedups([1.0] * 5, free=True)[3:] == [0, 0]
+    assert costs.speedups([1.0] * 5, 0.0)[3:] == [0, 0]
     assert costs.draft == math.inf
-    assert costs.speedups([1.0]) == [0]
+    assert costs.speedups([1.0], costs.draft) == [0]
+
+
+def test_what_is_not_known_yet_is_not_in_it() -> None:
+    nothing = Costs((), draft_step=None)
+    assert (nothing.most_rows, nothing.plain, nothing.draft, nothing.catching_up) == (0, math.inf, math.inf, 0)
+    assert [nothing.verify(rows) for rows in (1, 2)] == [1, math.inf]  # plain decoding is the measure of all else
+    assert Costs((), draft_step=1.0, draft_row=0.1).draft == math.inf
+    assert Costs(((1, 2.0),), draft_step=1.0).draft == 0.5
 
 
 def test_a_pass_never_costs_more_than_a_larger_one() -> None:
@@ -40,7 +48,6 @@ def test_no_rows_are_no_pass() -> None:
 @pytest.mark.parametrize(
     ("target", "draft_step", "draft_row", "message"),
     [
-        ((), 1.0, 0.0, "begin with one row"),
         (((2, 1.0), (4, 1.0)), 1.0, 0.0, "begin with one row"),
         (((1, 1.0), (4, 1.0), (2, 1.0)), 1.0, 0.0, "ascend"),
         (((1, 1.0), (1, 1.0)), 1.0, 0.0, "ascend"),
@@ -67,7 +74,8 @@ def test_the_best_number_of_tokens_on_a_published_curve(acceptance: float, speed
     """A 70B's passes (ml-explore/mlx, pull request 3791) and c = 0.03. What a pass of 4 rows takes was not measured
     there, so the figures agree to 2% and the number of tokens to half a percent of the best."""
     published = ((1, 75.9), (3, 84.8), (5, 108.0), (8, 168.0), (12, 241.0), (16, 296.0))
-    speedups = Costs(published, draft_step=0.03 * 75.9).speedups([acceptance**k for k in range(1, 16)])
+    costs = Costs(published, draft_step=0.03 * 75.9)
+    speedups = costs.speedups([acceptance**k for k in range(1, 16)], costs.draft)
     assert max(speedups) == pytest.approx(speedup, rel=0.022)
     assert speedups[draft_tokens - 1] > 0.995 * max(speedups)
     # Where it was measured the arithmetic is exact.
@@ -78,11 +86,12 @@ def test_the_best_number_of_tokens_on_a_published_curve(acceptance: float, speed
 def test_where_verifying_is_free_the_speedup_is_that_of_the_theorem() -> None:
     free = Costs(((1, 1.0), (16, 1.0)), draft_step=0.05)
     expected = [(1 - 0.8 ** (k + 1)) / (1 - 0.8) / (1 + k * 0.05) for k in range(1, 16)]
-    assert free.speedups([0.8**k for k in range(1, 16)]) == pytest.approx(expected)
+    assert free.speedups([0.8**k for k in range(1, 16)], free.draft) == pytest.approx(expected)
 
 
 def test_a_draft_that_fell_behind_must_be_worth_its_reading() -> None:
     costs = Costs(((1, 1.0), (8, 1.0)), draft_step=0.1, draft_row=0.05)
-    near, far = costs.speedups([0.8, 0.64]), costs.speedups([0.8, 0.64], lag=1000)
+    prices = costs.draft, costs.catching_up
+    near, far = costs.speedups([0.8, 0.64], *prices), costs.speedups([0.8, 0.64], *prices, lag=1000)
     assert max(near) > 1 > max(far)
-    assert costs.speedups([0.8, 0.64], free=True, lag=1000) == pytest.approx([1.8, 2.44])
+    assert costs.speedups([0.8, 0.64], 0.0, lag=1000) == pytest.approx([1.8, 2.44])

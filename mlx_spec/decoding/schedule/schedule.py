@@ -239,7 +239,9 @@ class AutoSchedule:
     def _rates(self, offer: Offer) -> list[float]:
         """Tokens for the time of a plain pass, of drafts of 1, 2, ... tokens."""
         reach = self._reach(offer, min(self._most, offer.tokens))
-        return self._costs.speedups(reach, free=offer.drafter == "lookup", lag=offer.lag)
+        if offer.drafter == "lookup":
+            return self._costs.speedups(reach, 0.0)
+        return self._costs.speedups(reach, self._costs.draft, self._costs.catching_up, offer.lag)
 
     def _loss(self, offer: Offer) -> float:
         """What drafting one token is expected to lose against the best there is."""
