@@ -132,8 +132,6 @@ def statistics_line(statistics: Statistics) -> str:
         parts.append(f"K {min(ks)} to {max(ks)}" if len(ks) > 1 else f"K {min(ks)}")
     if statistics.parked_passes:
         parts.append(f"{statistics.parked_passes} of {count(statistics.target_passes, 'pass', 'passes')} parked")
-    if statistics.calibration_seconds:
-        parts.append(f"passes measured in {statistics.calibration_seconds:.2f} s")
     parts.append(f"prefill {statistics.prefill_seconds:.2f} s ({count(statistics.prompt_tokens, 'token')})")
     parts.append(f"peak memory {size(statistics.peak_memory_bytes)}")
     return ", ".join(parts)

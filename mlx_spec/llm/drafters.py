@@ -6,10 +6,12 @@ import functools
 import logging
 
 from mlx_spec.architectures.context import Context, LanguageModel
-from mlx_spec.calibration.calibrations import Calibration, Calibrations
+from mlx_spec.calibration.calibrations import Calibrations
+from mlx_spec.calibration.learner import Learner
 from mlx_spec.decoding.drafters.draft_model import DraftModel
 from mlx_spec.decoding.drafters.lookup import Lookup
 from mlx_spec.decoding.drafting import Drafting
+from mlx_spec.decoding.schedule.costs import Costs
 from mlx_spec.decoding.schedule.schedule import AutoSchedule, Drafter, FixedSchedule
 from mlx_spec.decoding.verification import verify_block, verify_tokenwise
 from mlx_spec.errors import BadConfig
@@ -17,8 +19,6 @@ from mlx_spec.settings import SMALLEST_WINDOW, Sampling, Speculation
 
 _log = logging.getLogger("mlx_spec")
 _VERIFY = {"token": verify_tokenwise, "block": verify_block}
-_SHORT_ANSWER = 8
-"""Tokens of an answer for which measuring the machine would not pay."""
 
 
 class Drafters:
@@ -71,32 +71,27 @@ class Drafters:
             return None
         return Drafting(model=model, lookup=lookup, verify=_VERIFY[verification])
 
-    def schedule(
-        self, drafting: Drafting, speculation: Speculation, sampling: Sampling, target: Context, limit: int | None
-    ) -> float:
-        """Give `drafting`, whose prompt has been read, its schedule. limit: tokens of the answer. Returns the seconds
-        that measuring took where costs were not known."""
+    def schedule(self, drafting: Drafting, speculation: Speculation, sampling: Sampling, target: Context) -> None:
+        """Give `drafting`, whose prompt has been read, its schedule."""
         if speculation.draft_tokens != "auto":
             drafting.schedule = FixedSchedule(speculation.draft_tokens)
-            return 0.0
-        draft = drafting.model.context if drafting.model is not None else None
-        short = limit is not None and limit <= _SHORT_ANSWER
-        calibration, seconds = self._calibrations.for_request(target, draft, sampling, measure=not short)
-        if calibration is not None:
+            return
+        learner = self._calibrations.learner(
+            sampling, target.vocabulary_size, drafting=drafting.model is not None
+        )
+        costs = learner.costs(target.length)
+        if costs.target:
             drafters: list[Drafter] = ["lookup"] if drafting.lookup is not None else []
             if drafting.model is not None:
                 drafters.append("model")
             drafting.schedule = schedule = AutoSchedule(
-                calibration.costs(), speculation.most_draft_tokens, drafters=drafters,
-                stops_early=_chained_as(drafting, calibration),
-            )  # fmt: skip
-            drafting.grown = functools.partial(self._reprice, drafting, schedule, sampling)
-        return seconds
+                costs, speculation.most_draft_tokens, drafters=drafters, stops_early=_chained_as(drafting, costs)
+            )
+            drafting.grown = functools.partial(self._reprice, drafting, schedule, learner)
 
-    def _reprice(self, drafting: Drafting, schedule: AutoSchedule, sampling: Sampling, length: int) -> None:
-        known = self._calibrations.at(length, sampling, drafting=drafting.model is not None)
-        if known is not None and (costs := known.costs()).most_rows > 1:
-            schedule.reprice(costs, stops_early=_chained_as(drafting, known))
+    def _reprice(self, drafting: Drafting, schedule: AutoSchedule, learner: Learner, length: int) -> None:
+        if (costs := learner.costs(length)).most_rows > 1:
+            schedule.reprice(costs, stops_early=_chained_as(drafting, costs))
 
     def _draft_model(self, sampling: Sampling, sinks: int, vocabulary_size: int) -> DraftModel | None:
         assert self._draft is not None
@@ -113,10 +108,10 @@ class Drafters:
         return DraftModel(self._draft.new_context(sinks, window), sampling, vocabulary_size, limit)
 
 
-def _chained_as(drafting: Drafting, calibration: Calibration) -> bool:
+def _chained_as(drafting: Drafting, costs: Costs) -> bool:
     """Have the draft model's steps follow one another in the way that was faster. Whether it can stop early: where
     waiting for each token costs nothing, it can be asked how sure it is."""
-    lazily = calibration.chains_lazily
+    lazily = costs.draft_chained
     if drafting.model is not None:
         # What is cheap now may not be so once the draft's cache has grown.
         drafting.model.lazily = None if lazily and drafting.model.context.chains_cheaply else lazily

@@ -189,12 +189,11 @@ class LLM:
                 )
                 readers = 2 if drafting is not None and drafting.reads(prompt_tokens) else 1
                 started = time.perf_counter()
-                calibration_seconds = 0.0
                 if limit != 0:
                     decoding.prefill(counted(prefill_progress, (prompt_tokens - 1) * readers))
                 prefilled = time.perf_counter()
                 if drafting is not None and limit != 0:
-                    calibration_seconds = self._drafters.schedule(drafting, speculation, sampling, target, limit)
+                    self._drafters.schedule(drafting, speculation, sampling, target)
                 decoded_from = time.perf_counter()
                 rounds = decoding.rounds(limit=limit, end_tokens=answer.end_tokens, keep=answer.keep)
                 total = RoundTotals()
@@ -223,7 +222,6 @@ class LLM:
                     accepted_by_position=total.accepted_by_position,
                     parked_passes=total.parked,
                     prefill_seconds=prefilled - started,
-                    calibration_seconds=calibration_seconds,
                     decode_seconds=time.perf_counter() - decoded_from,
                     kv_bytes=target.nbytes + (drafting.nbytes if drafting else 0),
                     peak_memory_bytes=int(mx.get_peak_memory()),

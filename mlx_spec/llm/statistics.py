@@ -45,8 +45,6 @@ class Statistics:
     """Plain passes because speculation could not win."""
     prefill_seconds: float
     """Reading the prompt, with both models."""
-    calibration_seconds: float
-    """Measuring what passes cost, where that was not known yet."""
     decode_seconds: float
     """From the prompt's end to the last token, including what the caller takes with each chunk."""
     kv_bytes: int

@@ -23,7 +23,7 @@ class RoundTime:
     read: int
     """Committed tokens that a draft model read first, beyond the newest."""
     draft_seconds: float | None
-    """The part of `seconds` that drafting took: 0 where it took no pass, None where drafted tokens were not waited for."""
+    """The part of `seconds` that drafting took: 0 where it took no pass, None where its tokens were not waited for."""
 
 
 class CostLearner(Protocol):
