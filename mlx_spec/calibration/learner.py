@@ -51,7 +51,7 @@ class Learner:
         known = dict(own)
         for other in others:
             if one_row in other:
-                scale = own.get(one_row, other[one_row]) / other[one_row]
+                scale = known.get(one_row, other[one_row]) / other[one_row]
                 known = {name: seconds * scale for name, seconds in other.items()} | known
         lazily, synchronised, row = map(known.get, self._draft or ("", "", ""))
         drawn = self._filters.seconds(1) or 0.0

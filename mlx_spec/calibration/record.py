@@ -76,6 +76,9 @@ class _Figure:
     """The first ones; later the latest, if they did not agree and were all longer or all shorter."""
     thorough: bool = False
     told: float = math.inf
+    agreed: tuple[int, int] = (0, 0)
+    off_since: int = 0
+    """When two samples last agreed, and when the first of the latest did not: in agreements of the whole table."""
 
     @property
     def seconds(self) -> float | None:
@@ -118,13 +121,13 @@ class Table:
     """Figures in seconds by name. One without enough samples is not known.
 
     Where `_ENOUGH` samples in a row are off their figure in one direction by more than a factor of `_ANOTHER`, the
-    machine has become another: the figure, and all that have not agreed with a sample since it last did, are scaled to
-    what these samples say. So the proportions of a table outlive a change of speed.
+    machine has become another: the figure, and all that have not agreed with samples meanwhile (two, as one may be
+    disturbed), are scaled to what these say. So the proportions of a table outlive a change of speed.
     """
 
     def __init__(self) -> None:
         self._figures: dict[str, _Figure] = {}
-        """The one that agreed with the latest sample is the last."""
+        self._agreements = 0
 
     def known(self) -> dict[str, float]:
         """What is known, by name."""
@@ -139,18 +142,21 @@ class Table:
         """Whether a figure is noticeably another now. thorough: `sample` is itself a figure of several."""
         if not 0 < sample < _LONGEST:
             return False
-        figures = self._figures
-        figure = figures.get(name, _Figure())
+        figure = self._figures.setdefault(name, _Figure())
         if thorough:
-            figure = _Figure(sample, thorough=True)
-        elif not figure.agrees(sample):
+            figure = self._figures[name] = _Figure(sample, thorough=True)
+        if thorough or figure.agrees(sample):
+            self._agreements += 1
+            figure.agreed = figure.agreed[1], self._agreements
+        else:
+            if len(figure.samples) == 1:
+                figure.off_since = self._agreements
             factor = figure.change
             if factor is None:
                 return False
-            for other in list(figures)[: list(figures).index(name) + 1]:
-                figures[other].scale(factor)
-        if next(reversed(figures), None) != name or thorough:
-            self._figures = {other: figures[other] for other in figures if other != name} | {name: figure}
+            for other in self._figures.values():
+                if other.agreed[0] <= figure.off_since:
+                    other.scale(factor)
         seconds = figure.seconds
         if seconds is None or abs(seconds - figure.told) <= _NOTICEABLY * seconds:
             return False
