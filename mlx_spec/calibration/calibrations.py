@@ -20,7 +20,7 @@ from mlx_spec.attention.window import sinks_of
 from mlx_spec.calibration import timing as measurement
 from mlx_spec.calibration.filters import Filters
 from mlx_spec.calibration.learner import LEAST_SECONDS, Learner, draft_names, rows_name
-from mlx_spec.calibration.record import Calibration, Store
+from mlx_spec.calibration.record import ROWS, Calibration, Store
 from mlx_spec.calibration.timing import GREEDY, ROOM, Progress
 from mlx_spec.errors import BadConfig, DoesNotFit
 from mlx_spec.loading.language_models import language_models, sample_tokens
@@ -86,20 +86,23 @@ class Calibrations:
         return Filters(self.store, sampling, vocabulary_size, self._where)
 
     def keep(self, calibration: Calibration, filters: Filters | None = None) -> None:
-        """Remember it in the place of what was known for its length. filters: those it was measured with, whose cost is
-        known."""
+        """Remember it in the place of what was known for its length, of the draft only if that was measured. filters:
+        those it was measured with, whose cost is known."""
+
         def drawing(rows: int) -> float:
             return (filters.seconds(rows) or 0.0) if filters is not None else 0.0
 
-        found = [(rows_name(rows), seconds - drawing(rows)) for rows, seconds in calibration.target]
-        if self._draft is not None:
+        rows, draft = dict(calibration.target), self._draft
+        names: list[str] = [*map(rows_name, ROWS)]
+        times = [rows[count] - drawing(count) if count in rows else None for count in ROWS]
+        if draft is not None and calibration.draft_step is not None:
+            names += draft_names(draft)
             steps = calibration.draft_lazily, calibration.draft_synchronised
-            times = [*(None if step is None else step - drawing(1) for step in steps), calibration.draft_row]
-            named = zip(draft_names(self._draft), times, strict=True)
-            found += [(name, seconds) for name, seconds in named if seconds is not None]
-        for name, seconds in found:
-            key = self.keys(calibration.context_length)[0]
-            self.store.observe(key, name, max(LEAST_SECONDS, seconds), thorough=True)
+            times += [*(None if step is None else step - drawing(1) for step in steps), calibration.draft_row]
+        key = self.keys(calibration.context_length)[0]
+        for name, seconds in zip(names, times, strict=True):
+            found = None if seconds is None else max(LEAST_SECONDS, seconds)
+            self.store.observe(key, name, found, thorough=True)
         self.store.write()
 
     @property

@@ -30,8 +30,8 @@ def draft_names(draft: str) -> tuple[str, str, str]:
 class Learner:
     """A `CostLearner` of one request.
 
-    What it does not know of a length is guessed from the next shorter and longer texts that are known, so that one row
-    takes what it takes here.
+    Of a length, passes over more rows than are known, and a draft whose steps are not, are guessed from what is known
+    of the next shorter and longer texts, at the proportions they have there.
     """
 
     def __init__(
@@ -47,18 +47,20 @@ class Learner:
 
     def costs(self, length: int) -> Costs:
         own, *others = (self._store.get(key).known() for key in self._keys(length))
-        one_row = rows_name(1)
-        known = dict(own)
+        rows, draft = _parts(own)
         for other in others:
-            if one_row in other:
-                scale = known.get(one_row, other[one_row]) / other[one_row]
-                known = {name: seconds * scale for name, seconds in other.items()} | known
-        lazily, synchronised, row = map(known.get, self._draft or ("", "", ""))
+            rows_there, draft_there = _parts(other)
+            shared = max(rows.keys() & rows_there.keys(), default=0)
+            scale = rows[shared] / rows_there[shared] if shared else 1.0
+            # Beyond what is known alone: a guess below it would say something of what was measured.
+            rows |= {count: seconds * scale for count, seconds in rows_there.items() if count > max(rows, default=0)}
+            scale = rows[1] / rows_there[1] if 1 in rows and 1 in rows_there else 1.0
+            draft = {name: seconds * scale for name, seconds in draft_there.items()} | draft
+        lazily, synchronised, row = map(draft.get, self._draft or ("", "", ""))
         drawn = self._filters.seconds(1) or 0.0
-        rows = [count for count in ROWS if rows_name(count) in known] if one_row in known else []
-        target = tuple((count, known[rows_name(count)] + (self._filters.seconds(count) or 0.0)) for count in rows)
+        target = [(count, rows[count] + (self._filters.seconds(count) or 0.0)) for count in sorted(rows) if 1 in rows]
         step, chained = (None if each is None else each + drawn for each in (synchronised, lazily))
-        return Calibration(length, target, chained, step, row, "").costs()
+        return Calibration(length, tuple(target), chained, step, row, "").costs()
 
     def observe(self, length: int, took: RoundTime) -> bool:
         if self._delayed:  # it was in flight while a call was timed
@@ -119,3 +121,9 @@ class Learner:
                 yield name, both - drafted * step
             elif verified is not None:
                 yield lazily, (both - verified) / drafted
+
+
+def _parts(known: dict[str, float]) -> tuple[dict[int, float], dict[str, float]]:
+    """What is known of the target's passes, by rows, and of drafts."""
+    rows = {count: known[rows_name(count)] for count in ROWS if rows_name(count) in known}
+    return rows, {name: seconds for name, seconds in known.items() if ":" in name}

@@ -27,6 +27,7 @@ _FOLLOWING = 1 / 32
 _NOTICEABLY = 0.02
 _LONGEST = 1e9
 _logger = logging.getLogger("mlx_spec")
+_Sample = tuple[str, float | None, bool]
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,11 @@ class Table:
         figure = self._figures.get(name)
         return None if figure is None else figure.seconds
 
-    def observe(self, name: str, sample: float, *, thorough: bool = False) -> bool:
-        """Whether a figure is noticeably another now. thorough: `sample` is itself a figure of several."""
+    def observe(self, name: str, sample: float | None, *, thorough: bool = False) -> bool:
+        """Whether a figure is noticeably another now. thorough: `sample` is itself a figure of several, and with None
+        there is none."""
+        if sample is None:
+            return self._figures.pop(name, None) is not None
         if not 0 < sample < _LONGEST:
             return False
         figure = self._figures.setdefault(name, _Figure())
@@ -200,7 +204,7 @@ class Store:
         self._told = False
         self._lock = threading.Lock()
         self._tables: dict[str, Table] = {}
-        self._new: dict[str, list[tuple[str, float, bool]]] = {}
+        self._new: dict[str, list[_Sample]] = {}
         self._changed = False
         self._ran: set[Hashable] = set()
         self._writers: list[threading.Thread] = []
@@ -211,7 +215,7 @@ class Store:
             self._tables[key] = self._read(self._memory.get(_SECTION, key))
         return self._tables[key]
 
-    def observe(self, key: str, name: str, seconds: float, *, thorough: bool = False) -> bool:
+    def observe(self, key: str, name: str, seconds: float | None, *, thorough: bool = False) -> bool:
         """See `Table.observe`."""
         with self._lock:
             changed = self.get(key).observe(name, seconds, thorough=thorough)
@@ -244,8 +248,8 @@ class Store:
         for writer in self._writers:
             writer.join()
 
-    def _write(self, new: dict[str, list[tuple[str, float, bool]]]) -> None:
-        def add(samples: list[tuple[str, float, bool]], value: Any) -> Any:
+    def _write(self, new: dict[str, list[_Sample]]) -> None:
+        def add(samples: list[_Sample], value: Any) -> Any:
             # To what is there by now: another process may have measured thoroughly.
             table = self._read(value)
             for name, seconds, thorough in samples:

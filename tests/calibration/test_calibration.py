@@ -105,7 +105,9 @@ def test_a_draft_that_was_not_measured_leaves_what_is_known_of_one(
     calibrations.keep(KNOWN)
     calibrations.keep(replace(ALONE, target=((1, 0.4),)))
     assert known(calibrations).draft_step == KNOWN.draft_step
-    assert known(calibrations).target == ((1, 0.4), *KNOWN.target[1:])
+    assert known(calibrations).target == ((1, 0.4),)
+    calibrations.keep(replace(KNOWN, draft_lazily=None))
+    assert known(calibrations).draft_step == KNOWN.draft_synchronised
 
 
 def test_neighbouring_lengths_are_a_first_guess(pair: tuple[LoadedModel, LoadedModel], file: Path) -> None:
@@ -116,9 +118,12 @@ def test_neighbouring_lengths_are_a_first_guess(pair: tuple[LoadedModel, LoadedM
     assert known(calibrations, 8192).target == ((1, 0.8), (8, 1.6))
     assert known(calibrations, 131072).target == ((1, 0.8), (8, 1.6))
     calibrations.keep(replace(ALONE, context_length=2048, target=((1, 1.0), (3, 1.1))))
-    guessed = known(calibrations, 2048)  # at the proportions of the neighbour
-    assert guessed.target == ((1, 1.0), (2, pytest.approx(1.2)), (3, 1.1), (4, pytest.approx(2.0)))
+    guessed = known(calibrations, 2048)  # at the proportions of the neighbour, beyond what is known here
+    assert guessed.target == ((1, 1.0), (3, 1.1), (4, pytest.approx(2.0)))
     assert guessed.draft_step == pytest.approx(0.2)
+    calibrations.keep(replace(ALONE, context_length=2048, target=((1, 1.0), (2, 3.0))))
+    assert known(calibrations, 2048).target == ((1, 1.0), (2, 3.0), (4, pytest.approx(5.0)))
+    calibrations.keep(replace(ALONE, context_length=2048, target=((1, 1.0), (3, 1.1))))
     both = known(calibrations, 8192)  # of two that are as near, by the shorter's pass over one row
     assert both.target == ((1, 1.0), (3, 1.1), (8, pytest.approx(2.0)))
     assert known(Calibrations(*pair, KVConfig(window=65), store(file)), 9000) == NOTHING

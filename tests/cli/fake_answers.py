@@ -17,7 +17,7 @@ from mlx_spec.settings import KVConfig, Sampling, Speculation
 FIGURES = Statistics(prompt_tokens=7, completion_tokens=3, target_passes=2, drafted=4, accepted=1, drafter="model",
                      draft_tokens=2, verification="block", by_drafter={"model": Drafted(2, 4, 1)},
                      passes_by_draft_tokens={2: 2}, accepted_by_position=[(2, 1), (1, 0)], parked_passes=0,
-                     prefill_seconds=0.5, calibration_seconds=0.0, decode_seconds=2.0, kv_bytes=1024,
+                     prefill_seconds=0.5, decode_seconds=2.0, kv_bytes=1024,
                      peak_memory_bytes=2_000_000_000, seed=11)
 WORDS = {"endless": ["word "] * 100_000, "newline": ["a\n"], "nothing": [""]}
 LOAD_ERRORS = {

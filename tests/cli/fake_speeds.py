@@ -27,7 +27,7 @@ def statistics(
         accepted=sum(entry.accepted for entry in by_drafter.values()),
         drafter=drafter, draft_tokens="auto", verification="block", by_drafter=by_drafter,
         passes_by_draft_tokens={0: passes}, accepted_by_position=positions or [], parked_passes=parked,
-        prefill_seconds=1.0, calibration_seconds=0.0, decode_seconds=seconds, kv_bytes=1, peak_memory_bytes=2,
+        prefill_seconds=1.0, decode_seconds=seconds, kv_bytes=1, peak_memory_bytes=2,
         seed=seed,
     )  # fmt: skip
 

@@ -19,7 +19,6 @@ from directories import write_model
 from fake_answers import FIGURES, FakeLLM, fake_load
 
 import mlx_spec
-from mlx_spec.calibration import calibrations as calibration
 from mlx_spec.cli import console, tables
 from mlx_spec.cli.main import main
 from mlx_spec.cli.options import named_by_option
@@ -113,7 +112,7 @@ def test_json_is_one_object(generate: Any) -> None:
         "completion_tokens": 3, "target_passes": 2, "drafted": 4, "accepted": 1, "acceptance_rate": 0.25,
         "tokens_per_pass": 1.5, "prefill_seconds": 0.5, "decode_seconds": 2.0, "tokens_per_second": 1.5,
         "kv_bytes": 1024, "peak_memory_bytes": 2_000_000_000, "model": "fake", "draft": "small", "seed": 11,
-        "drafter": "model", "draft_tokens": 2, "verification": "block", "parked_passes": 0, "calibration_seconds": 0.0,
+        "drafter": "model", "draft_tokens": 2, "verification": "block", "parked_passes": 0,
         "by_drafter": {"model": {"passes": 2, "drafted": 4, "accepted": 1}}, "passes_by_draft_tokens": {"2": 2},
         "accepted_by_position": [[2, 1], [1, 0]],
     }
@@ -482,7 +481,6 @@ def test_the_line_says_what_the_schedule_did() -> None:
     auto = {"draft_tokens": "auto", "passes_by_draft_tokens": {0: 5, 1: 2, 4: 1}, "target_passes": 2}
     assert line(**auto) == "25% of 4 drafts accepted (model), K 0 to 4"
     assert line(**auto, parked_passes=1) == "25% of 4 drafts accepted (model), K 0 to 4, 1 of 2 passes parked"
-    assert line(**auto, calibration_seconds=0.756).endswith(", K 0 to 4, passes measured in 0.76 s")
     assert line(drafter="hybrid", by_drafter={"lookup": Drafted(2, 4, 1)}) == "25% of 4 drafts accepted (lookup), K 2"
     plain = auto | {"drafted": 0, "accepted": 0, "by_drafter": {}, "passes_by_draft_tokens": {0: 2}, "parked_passes": 2}
     assert line(**plain) == "K 0, 2 of 2 passes parked"
@@ -577,7 +575,6 @@ def answered(
     tiny: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs `generate` with the tiny target."""
-    monkeypatch.setattr(calibration, "_REQUEST_SECONDS", 0.05)
 
     def run_line(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:

@@ -158,7 +158,7 @@ def test_progress_reaches_its_total(directory: Path, draft_context_length: int |
 def test_there_is_no_speed_without_tokens() -> None:
     figures = {"prompt_tokens": 1, "target_passes": 0, "drafted": 0, "accepted": 0, "drafter": "none",
                "draft_tokens": 0, "verification": "block", "by_drafter": {}, "passes_by_draft_tokens": {},
-               "accepted_by_position": [], "parked_passes": 0, "prefill_seconds": 1.0, "calibration_seconds": 0.0,
+               "accepted_by_position": [], "parked_passes": 0, "prefill_seconds": 1.0,
                "decode_seconds": 0.5, "kv_bytes": 0, "peak_memory_bytes": 0, "seed": 0}  # fmt: skip
     assert Statistics(completion_tokens=0, **figures).tokens_per_second is None
     assert Statistics(completion_tokens=3, **figures).tokens_per_second == 6
