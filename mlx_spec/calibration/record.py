@@ -103,13 +103,6 @@ class _Figure:
             return False
         return True
 
-    @property
-    def change(self) -> float | None:
-        """The factor by which it has become another."""
-        if self.settled is None or len(self.samples) < _ENOUGH:
-            return None
-        return statistics.median_low(self.samples) / self.settled
-
     def scale(self, factor: float) -> None:
         """It was taken at another speed."""
         if self.settled is None:
@@ -132,7 +125,8 @@ class Table:
 
     def known(self) -> dict[str, float]:
         """What is known, by name."""
-        return {name: figure.seconds for name, figure in self._figures.items() if figure.seconds is not None}
+        times = [(name, figure.seconds) for name, figure in list(self._figures.items())]  # others may add meanwhile
+        return {name: seconds for name, seconds in times if seconds is not None}
 
     def get(self, name: str) -> float | None:
         """None where not known."""
@@ -155,9 +149,9 @@ class Table:
         else:
             if len(figure.samples) == 1:
                 figure.off_since = self._agreements
-            factor = figure.change
-            if factor is None:
+            if figure.settled is None or len(figure.samples) < _ENOUGH:
                 return False
+            factor = statistics.median_low(figure.samples) / figure.settled
             for other in self._figures.values():
                 if other.agreed[0] <= figure.off_since:
                     other.scale(factor)
