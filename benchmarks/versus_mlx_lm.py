@@ -79,7 +79,7 @@ class OurPrompt:
         decoding = Decoding(list(self.prompt), target, drafting, sampling=sampling, seed=0, vocabulary_size=size)
         decoding.prefill()  # what lookup reads, before the clock starts
         if drafting is not None:
-            drafters.schedule(drafting, speculation, sampling, target, count)
+            drafters.schedule(drafting, speculation, sampling, target)
         started = started_quietly()
         rounds = list(decoding.rounds(limit=count, end_tokens=llm.tokenizer.end_tokens))
         elapsed = since(started)
