@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
@@ -74,8 +75,11 @@ class Learner:
         if self._timing > _SHARE * self._seconds:
             return False
         started = perf_counter()
-        self._filters.sample()
-        self._timing += perf_counter() - started
+        try:
+            self._filters.sample()
+            self._timing += perf_counter() - started
+        except (RuntimeError, MemoryError):  # no memory: an answer is not lost for that
+            self._timing = math.inf
         self._delayed = True
         if self._filters.seconds(1) is None:
             return False

@@ -515,7 +515,8 @@ def test_without_a_draft(run: Run, directories: tuple[Path, Path]) -> None:
     _, out, _ = run("-m", directories[0], "-d", "none")
     assert "DRAFT" not in out
     assert "for drafts that cost nothing, as by lookup" in " ".join(out.split())
-    assert max(len(line) for line in out.splitlines()) <= 100
+    shown = out.replace(str(directories[0]), "target")  # however long the folder's name
+    assert max(len(line) for line in shown.splitlines()) <= 100
 
 
 def test_an_option_of_a_draft_without_one(run: Run, directories: tuple[Path, Path]) -> None:

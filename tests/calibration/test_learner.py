@@ -303,6 +303,19 @@ def test_answers_that_are_too_short_for_it_learn_what_filters_cost_together(time
     check(learner(store(file)).costs(256), machine, (1,), 0.01)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), MemoryError()])
+def test_no_answer_is_lost_for_timing_its_filters(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fail(*_: Any) -> Any:
+        calls.append(1)
+        raise error
+
+    monkeypatch.setattr(filters_module, "distribution", fail)
+    Machine().answer(learner(store(), TOP_P), 100)
+    assert len(calls) == 1
+
+
 def test_greedy_rounds_have_no_filters(timed: list[int]) -> None:
     Machine().answer(learner(store(), Sampling(top_p=0.5)), 100)
     assert timed == []
