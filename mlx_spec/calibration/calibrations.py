@@ -19,8 +19,8 @@ from mlx_spec.architectures.paged import PagedContext
 from mlx_spec.attention.window import sinks_of
 from mlx_spec.calibration import timing as measurement
 from mlx_spec.calibration.filters import Filters
-from mlx_spec.calibration.learner import LEAST_SECONDS, Learner, draft_names, rows_name
-from mlx_spec.calibration.record import ROWS, Calibration, Store
+from mlx_spec.calibration.learner import Learner, draft_names, rows_name
+from mlx_spec.calibration.record import LEAST_SECONDS, ROWS, Calibration, Store
 from mlx_spec.calibration.timing import GREEDY, ROOM, Progress
 from mlx_spec.errors import BadConfig, DoesNotFit
 from mlx_spec.loading.language_models import language_models, sample_tokens

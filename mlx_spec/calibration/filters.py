@@ -7,14 +7,12 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from mlx_spec.calibration.record import Store
+from mlx_spec.calibration.record import LEAST_SECONDS, Store
 from mlx_spec.calibration.timing import GREEDY, active_filters, filters_of
 from mlx_spec.decoding.sampling import distribution, draw
 from mlx_spec.settings import Sampling
 
 _MANY = 4
-_NONE = 1e-7
-"""Seconds: what is kept where nothing could be measured."""
 
 
 class Filters:
@@ -49,7 +47,7 @@ class Filters:
             mx.eval(draw(distribution(logits, sampling, self._columns), key))
             times.append(perf_counter() - started)
         if self._store.ran((self.key, rows)):
-            self._store.observe(self.key, _name(rows), max(times[1] - times[0], _NONE))
+            self._store.observe(self.key, _name(rows), max(times[1] - times[0], LEAST_SECONDS))
 
 
 def _name(rows: int) -> str:

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 from mlx_spec.calibration.filters import Filters
-from mlx_spec.calibration.record import ROWS, SLOW_SECONDS, Calibration, Store
+from mlx_spec.calibration.record import LEAST_SECONDS, ROWS, SLOW_SECONDS, Calibration, Store
 from mlx_spec.decoding.schedule.costs import Costs
 from mlx_spec.decoding.schedule.learning import RoundTime
 
 _MANY_READ = 8
-LEAST_SECONDS = 1e-7
-"""What is kept where nothing could be measured."""
 _SHARE = 0.02
 """Of an answer's time, for timing its filters as long as their cost is not known."""
 

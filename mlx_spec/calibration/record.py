@@ -18,6 +18,8 @@ ROWS = tuple(range(1, 17))
 """Of target passes: as many as are measured at most."""
 SLOW_SECONDS = 0.5
 """A pass that takes so long is not warmed up: what is compiled at its first run is little of it."""
+LEAST_SECONDS = 1e-7
+"""What is kept where something took no time that could be measured."""
 _SECTION = "passes"
 _CLEARLY = 0.95
 _LEAST, _ENOUGH = 2, 5
