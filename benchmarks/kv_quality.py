@@ -28,7 +28,7 @@ from mlx_lm.utils import load as load_reference
 
 from mlx_spec.architectures.context import Context
 from mlx_spec.architectures.paged import PagedModel
-from mlx_spec.loading.language_models import calibration_tokens
+from mlx_spec.loading.language_models import sample_tokens
 from mlx_spec.loading.loader import load
 
 CHUNK = 32
@@ -81,7 +81,7 @@ def quality(directory: Path, dtype: str, count: int) -> list[dict[str, Any]]:
     loaded = load(directory)
     loaded.module.set_dtype(getattr(mx, dtype))
     plain, int8 = PagedModel(loaded.module), PagedModel(loaded.module, int8=True)
-    int8.calibrate(calibration_tokens(loaded.tokenizer))
+    int8.take_divisors(sample_tokens(loaded.tokenizer))
     theirs, _ = load_reference(str(directory))
     theirs.set_dtype(getattr(mx, dtype))
     rows = []
@@ -113,7 +113,7 @@ def acceptance(target: Path, draft: Path, count: int) -> list[dict[str, Any]]:
     rates = {}
     for way, int8 in (("unquantized", False), ("int8", True)):
         model = PagedModel(loaded.module, int8=int8)
-        model.calibrate(calibration_tokens(loaded.tokenizer))
+        model.take_divisors(sample_tokens(loaded.tokenizer))
         p = mx.exp(by_context(model.new_context(), tokens))[:, :size]
         rates[way] = np.array(mx.minimum(p, q).sum(axis=-1))
     difference = rates["int8"] - rates["unquantized"]

@@ -5,8 +5,8 @@
 TARGET and DRAFT are directories in the hub's layout. Ways: both plain; mlx-lm with each K; mlx-spec with K auto as a
 user gets it and, above temperature 0, with the draft model and the largest K of mlx-lm, for tokens per pass. Every way
 decodes every prompt in turn within one run, so that ratios hold while the machine's speed drifts, in another order for
-each prompt. Each runtime reads a prompt once; every way starts from a copy of that, before the clock starts, and so
-does the measuring of passes for K auto (better beforehand, by `mlx-spec calibrate`). A target pass is a decoding pass.
+each prompt. Each runtime reads a prompt once; every way starts from a copy of that, before the clock starts. What
+passes cost, for K auto, is better measured beforehand, by `mlx-spec calibrate`. A target pass is a decoding pass.
 Both runtimes compute with the same weights in the same type. The tokens of "mlx-spec auto" are kept for
 `projection.py`.
 """
@@ -79,7 +79,7 @@ class OurPrompt:
         decoding = Decoding(list(self.prompt), target, drafting, sampling=sampling, seed=0, vocabulary_size=size)
         decoding.prefill()  # what lookup reads, before the clock starts
         if drafting is not None:
-            drafters.schedule(drafting, speculation, sampling, target, count)
+            drafters.schedule(drafting, speculation, sampling, target)
         started = started_quietly()
         rounds = list(decoding.rounds(limit=count, end_tokens=llm.tokenizer.end_tokens))
         elapsed = since(started)

@@ -33,7 +33,7 @@ class PagedModel:
             int8=int8,
         )
 
-    def calibrate(self, tokens: Tokens) -> None:
+    def take_divisors(self, tokens: Tokens) -> None:
         """Take an INT8 pool's divisors from the keys of these tokens, some dozens of ordinary text.
 
         Without it they come from the first tokens ever read, and so does what all later ones are rounded to.

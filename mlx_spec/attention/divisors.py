@@ -4,7 +4,7 @@ channels; nothing of pools or positions.
 Both channels of a pair that is rotated together have the same divisor, so that rotation leaves it alone: the largest
 length of the pair over some keys. No later key is cut off, since each has a scale of its own, but divisors from a
 handful of tokens fit later keys badly, above all from the very first position, whose keys are unlike others. So the
-runtime reads a fixed text first (`PagedModel.calibrate`).
+runtime reads a fixed text first (`PagedModel.take_divisors`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What passes of a pair cost on this machine: measured once, remembered, and measured shortly inside the first request
-where it is not known. Knows models and settings; how passes are timed is `measurement`'s affair."""
+"""What passes of a pair cost on this machine: under which keys it is remembered, who learns it in a request, and how it
+is measured thoroughly. Knows models and settings; how passes are timed is `timing`'s affair."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -15,61 +14,32 @@ from importlib.metadata import PackageNotFoundError, version
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_spec.architectures.context import Context, LanguageModel, prefill
+from mlx_spec.architectures.context import Context, prefill
 from mlx_spec.architectures.paged import PagedContext
 from mlx_spec.attention.window import sinks_of
 from mlx_spec.calibration import timing as measurement
-from mlx_spec.calibration.record import Calibration
+from mlx_spec.calibration.filters import Filters
+from mlx_spec.calibration.learner import Learner, draft_names, rows_name
+from mlx_spec.calibration.record import LEAST_SECONDS, ROWS, Calibration, Store
 from mlx_spec.calibration.timing import GREEDY, ROOM, Progress
+from mlx_spec.decoding.drafters.draft_model import draft_context
 from mlx_spec.errors import BadConfig, DoesNotFit
-from mlx_spec.loading.language_models import calibration_tokens, language_models
+from mlx_spec.loading.language_models import language_models, sample_tokens
 from mlx_spec.loading.loader import LoadedModel
 from mlx_spec.machine import remembered
 from mlx_spec.machine.memory import check_cache_fits, wired_limit
-from mlx_spec.settings import DEFAULT_SINKS, SMALLEST_WINDOW, KVConfig, Sampling
+from mlx_spec.settings import DEFAULT_SINKS, KVConfig, Sampling
 
 __all__ = ["Calibration", "Calibrations", "LeftOut", "Store", "calibrate", "store"]
 
 LENGTHS = (256, 2048, 8192)
 """Tokens of the texts after which `calibrate` measures."""
 _STANDING_FOR_ALL = (*LENGTHS, 32768, 131072)
-_SECTION = "passes"
-_REQUEST_SECONDS = 2.0
-"""Enough for passes of a 70B on a Mac over up to 8 rows; a model that is fast there takes a fraction of it."""
 _LENGTH_SECONDS = 10.0
 _READ = 64
 """Tokens that are really read before measuring. Passes take as long after positions that hold anything else."""
 _READING_SECONDS = 20.0
 _STEP = 512
-_logger = logging.getLogger("mlx_spec")
-
-
-class Store:
-    """Calibrations by key, among what is remembered of this machine. Unusable ones count as unknown, which is said
-    once."""
-
-    def __init__(self, memory: remembered.Remembered) -> None:
-        self._memory = memory
-        self._told = False
-
-    def get(self, key: str) -> Calibration | None:
-        value = self._memory.get(_SECTION, key)
-        calibration = Calibration.from_json(value)
-        if self._memory.damage is not None:
-            self._tell(self._memory.damage)
-        elif value is not None and calibration is None:
-            self._tell("what is remembered of a pass's cost is unusable")
-        return calibration
-
-    def set(self, key: str, calibration: Calibration) -> None:
-        self._memory.set(_SECTION, key, calibration.as_dict())
-        if self._memory.damage is not None:
-            self._tell(self._memory.damage)
-
-    def _tell(self, what: str) -> None:
-        if not self._told:
-            self._told = True
-            _logger.warning("%s: what passes cost on this machine is measured again", what)
 
 
 @functools.cache
@@ -85,65 +55,60 @@ class Calibrations:
     def __init__(self, target: LoadedModel, draft: LoadedModel | None, kv: KVConfig, kept: Store | None = None) -> None:
         """kept: where they are remembered; by default on this machine."""
         self._kept = kept
-        self._limits = target.context_length, draft.context_length if draft is not None else None
-        backend = "CPU" if mx.default_device() == mx.cpu else "GPU"
-        self._draft = [] if draft is None else [f"draft {_identity(draft)} in {kv.draft_storage}"]
-        parts = [f"{backend}, mlx-spec {_version()}", f"target {_identity(target)} in {kv.storage}"]
+        self._where = f"{'CPU' if mx.default_device() == mx.cpu else 'GPU'}, mlx-spec {_version()}"
+        self._draft = None if draft is None else f"draft {_identity(draft)} in {kv.draft_storage}"
+        self._target = f"{self._where}; target {_identity(target)} in {kv.storage}"
         self._visible: int | None = None
         if kv.window is not None:
-            self._limits = None, None  # positions go on for ever
             sinks = DEFAULT_SINKS if kv.sinks is None else kv.sinks
             self._visible = kv.window + (sinks if isinstance(sinks, int) else DEFAULT_SINKS)
-            parts.append(f"window {kv.window} and {sinks}")
-        self._parts = parts
+            self._target += f"; window {kv.window} and {sinks}"
 
-    def key(self, length: int, sampling: Sampling = GREEDY, *, drafting: bool = True) -> str:
-        """Names no path and no person. Lengths near one another share one, and so do all beyond a window, and all
-        values of a filter. drafting: whether the draft's passes are part of it."""
-        filters = measurement.active_filters(sampling)
-        parts = self._parts + (self._draft if drafting else [])
-        key = "; ".join(parts + ([f"filtered by {' and '.join(filters)}"] if filters else []))
-        if self._visible is not None and length > self._visible:
-            return f"{key}; beyond the window"
-        near = min(_STANDING_FOR_ALL, key=lambda other: max(other / max(1, length), length / other))
-        return f"{key}; near {near} tokens"
+    def keys(self, length: int) -> list[str]:
+        """Of what is known for contexts of about `length` tokens, without filters: the draft's passes are part of it.
+        Behind it those of the next shorter and longer ones, the nearer first. Names no path and no person. Lengths near
+        one another share a key, and so do all beyond a window."""
+        near = sorted(_STANDING_FOR_ALL, key=lambda other: max(other / max(1, length), length / other))
+        place = _STANDING_FOR_ALL.index(near[0])
+        beside = [length for length in near if abs(_STANDING_FOR_ALL.index(length) - place) <= 1]
+        keys = [f"{self._target}; near {each} tokens" for each in beside]
+        if self._visible is None or length <= self._visible:
+            return keys
+        return [f"{self._target}; beyond the window", *self.keys(self._visible)]
 
-    def at(self, length: int, sampling: Sampling = GREEDY, *, drafting: bool = True) -> Calibration | None:
-        """What is remembered for contexts of about `length` tokens."""
-        return self._store.get(self.key(length, sampling, drafting=drafting))
+    def learner(self, sampling: Sampling, vocabulary_size: int, *, drafting: bool = True) -> Learner:
+        """For one request, which ends with `Learner.close`. drafting: whether it has the draft model."""
+        return Learner(
+            self.store, self.keys, self.filters(sampling, vocabulary_size), self._draft if drafting else None
+        )
 
-    def keep(self, calibration: Calibration, sampling: Sampling = GREEDY) -> None:
-        """Remember it in the place of what was known for its length and `sampling`, with which it was measured: that
-        of the target also for those who do not draft by a model."""
-        alone = dataclasses.replace(calibration, draft_lazily=None, draft_synchronised=None, draft_row=None)
-        self._store.set(self.key(calibration.context_length, sampling, drafting=False), alone)
-        if calibration.draft_step is not None:
-            self._store.set(self.key(calibration.context_length, sampling), calibration)
+    def filters(self, sampling: Sampling, vocabulary_size: int) -> Filters:
+        """What those of `sampling` cost."""
+        return Filters(self.store, sampling, vocabulary_size, self._where)
 
-    def for_request(
-        self, target: Context, draft: Context | None, sampling: Sampling = GREEDY, *, measure: bool = True
-    ) -> tuple[Calibration | None, float]:
-        """For contexts that hold the prompt: what is remembered, else measured now; and the seconds that took.
+    def keep(self, calibration: Calibration, filters: Filters | None = None) -> None:
+        """Remember it in the place of what was known for its length, of the draft only if that was measured. filters:
+        those it was measured with, whose cost is known."""
 
-        The contexts are left as they were. None where nothing is known and `measure` is not set, or the target's
-        context is about to end. Raises ValueError for contexts that cannot be rewound.
-        """
-        length, (target_limit, draft_limit) = target.length, self._limits
-        if draft_limit is not None and length + ROOM > draft_limit:
-            draft = None  # it has not read this text, or is about to end
-        known = self.at(length, sampling, drafting=draft is not None)
-        if known is not None:
-            return known, 0.0
-        if not measure or (target_limit is not None and length + ROOM > target_limit):
-            return self.at(length, sampling, drafting=False), 0.0
-        started = time.perf_counter()
-        calibration = measurement.measure(target, draft, sampling=sampling, budget_seconds=_REQUEST_SECONDS)
-        if not calibration.disturbed:  # else this request makes do with it, and the next one measures again
-            self.keep(calibration, sampling)
-        return calibration, time.perf_counter() - started
+        def drawing(rows: int) -> float:
+            return (filters.seconds(rows) or 0.0) if filters is not None else 0.0
+
+        rows, draft = dict(calibration.target), self._draft
+        names: list[str] = [*map(rows_name, ROWS)]
+        times = [rows[count] - drawing(count) if count in rows else None for count in ROWS]
+        if draft is not None and calibration.draft_step is not None:
+            names += draft_names(draft)
+            steps = calibration.draft_lazily, calibration.draft_synchronised
+            times += [*(None if step is None else step - drawing(1) for step in steps), calibration.draft_row]
+        key = self.keys(calibration.context_length)[0]
+        for name, seconds in zip(names, times, strict=True):
+            found = None if seconds is None else max(LEAST_SECONDS, seconds)
+            self.store.observe(key, name, found, thorough=True)
+        self.store.write()
 
     @property
-    def _store(self) -> Store:
+    def store(self) -> Store:
+        """Where they are remembered."""
         return store() if self._kept is None else self._kept
 
 
@@ -195,17 +160,20 @@ def calibrate(
             "another model."
         )
     calibrations = Calibrations(target, draft, kv, kept)
-    text = calibration_tokens(target.tokenizer)
+    text = sample_tokens(target.tokenizer)
     sinks = 0
     if kv.window is not None:
         numbered = dataclasses.replace(kv, sinks=None) if kv.sinks == "system" else kv
         sinks = sinks_of(numbered, target.name, target.context_length, None, (), lambda prompt: [])
     with wired_limit(), ExitStack() as stack:
         context = stack.enter_context(closing(large.new_context(sinks, kv.window)))
-        drafting = _draft_context(small, draft, sinks, kv.window)
+        drafting = None
+        if small is not None and draft is not None:
+            drafting = draft_context(small, draft.context_length, sinks, kv.window)
         if drafting is not None:
             stack.enter_context(closing(drafting))
-        for length in _lengths(lengths, target.context_length if kv.window is None else None, calibrations, sampling):
+        filters = calibrations.filters(sampling, context.vocabulary_size)
+        for length in _lengths(lengths, target.context_length if kv.window is None else None, calibrations):
             limit = draft.context_length if draft is not None and kv.window is None else None
             if limit is not None and length + ROOM > limit:
                 drafting = None
@@ -216,14 +184,17 @@ def calibrate(
                 for _, held in pair:
                     progress(f"{length} tokens: reading")
                     _fill(held, text, length)
+                while filters.seconds(1) is None:
+                    filters.sample()
                 found = measurement.measure(
-                    context, drafting, sampling=sampling, budget_seconds=_LENGTH_SECONDS, thorough=True,
+                    context, drafting, sampling=sampling, budget_seconds=_LENGTH_SECONDS,
                     progress=functools.partial(_tell, progress, length),
                 )  # fmt: skip
             except (DoesNotFit, _TooSlow) as error:
                 yield LeftOut(length, str(error).split(";")[0])
                 return
-            calibrations.keep(found, sampling)
+            calibrations.keep(found, filters)
+            calibrations.store.wait()
             yield found
 
 
@@ -231,26 +202,12 @@ def _tell(progress: Progress, length: int, what: str) -> None:
     progress(f"{length} tokens: {what}")
 
 
-def _lengths(
-    wanted: Sequence[int], limit: int | None, calibrations: Calibrations, sampling: Sampling
-) -> list[int]:
+def _lengths(wanted: Sequence[int], limit: int | None, calibrations: Calibrations) -> list[int]:
     """Ascending, within the target's context, and only the least of those that share a key."""
     least: dict[str, int] = {}
     for length in sorted(length if limit is None else min(length, max(1, limit - ROOM)) for length in wanted):
-        least.setdefault(calibrations.key(length, sampling), length)
+        least.setdefault(calibrations.keys(length)[0], length)
     return list(least.values())
-
-
-def _draft_context(
-    model: LanguageModel | None, draft: LoadedModel | None, sinks: int, window: int | None
-) -> Context | None:
-    if model is None or draft is None:
-        return None
-    if window is not None and draft.context_length is not None:
-        window = min(window, draft.context_length - sinks)
-        if window < SMALLEST_WINDOW:
-            return None
-    return model.new_context(sinks, window)
 
 
 class _TooSlow(Exception):

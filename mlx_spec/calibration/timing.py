@@ -26,7 +26,7 @@ Progress = Callable[[str], None]
 
 ROOM = 32
 """Positions beyond its text that a context is taken to at most: those of the pass in which a draft catches up."""
-_NEEDED, _THOROUGHLY_NEEDED = (1, 2, 4), (1, 2, 4, 8, 16)
+_NEEDED = (1, 2, 4, 8, 16)
 _TELLING = (1, 2, 4, 8, 3, 6, 16, 12, 5, 10, 14, 7, 9, 11, 13, 15)
 """Rows, those first that say most about the others."""
 _CHAIN = 4
@@ -38,9 +38,9 @@ _FAILURES = (RuntimeError, MemoryError, MLXSpecError)
 
 
 def filters_of(sampling: Sampling) -> Sampling:
-    """What of it the cost of a pass depends on: its filters, which go over the vocabulary. Greedy decoding has none."""
+    """What of it the cost of a pass depends on: whether a token is drawn, and which filters go over the vocabulary."""
     if sampling.temperature == 0:
-        return Sampling(temperature=1.0)
+        return GREEDY
     return Sampling(temperature=1.0, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
 
 
@@ -58,23 +58,21 @@ def measure(
     sampling: Sampling = GREEDY,
     rows: Iterable[int] = ROWS,
     budget_seconds: float,
-    thorough: bool = False,
     progress: Progress | None = None,
 ) -> Calibration:
     """Time passes of contexts that hold a text, and leave the contexts as they were, however this ends.
 
     sampling: see `filters_of`. rows: of the target's passes. Once `budget_seconds` are used up, what has not been
-    timed is left out, but never what a schedule cannot do without: 1, 2 and 4 rows and the draft's step; if `thorough`,
-    never what lets it go as far as it can either: 8 and 16 rows and the draft's catching up. Passes for which there is
-    no memory are left out too, except the one over a single row. The contexts reach up to `ROOM` positions beyond
-    their text.
+    timed is left out, but never what lets a schedule go as far as it can: 1, 2, 4, 8 and 16 rows, the draft's step and
+    its catching up. Passes for which there is no memory are left out too, except the one over a single row. The
+    contexts reach up to `ROOM` positions beyond their text.
     Raises ValueError for a context that cannot be rewound.
     """
     if not all(context.can_rewind for context in (target, draft) if context is not None):
         raise ValueError("only a context that can be rewound can be measured")
     watch = _Stopwatch(budget_seconds, progress)
     passes = _Passes(target, sampling)
-    one = _Trial("1 row", target, lambda: passes.plain(1), 1)
+    one = _Timed("1 row", target, lambda: passes.plain(1), 1)
     # A sample of several passes takes no more than a fraction of the budget.
     affordable = budget_seconds / 8
     seconds = watch.sample(one)  # compiles what it needs
@@ -85,36 +83,28 @@ def measure(
     if slow:
         watch.note(one, seconds)
     else:
-        watch.first(_Trial("1 row", target, lambda: passes.plain(chained), chained), math.inf)
+        watch.first(_Timed("1 row", target, lambda: passes.plain(chained), chained), math.inf)
 
     wanted = [count for count in _in_telling_order(rows) if 1 < count <= ROOM]
-    least = _THOROUGHLY_NEEDED if thorough else _NEEDED
-    needed = [passes.verifying(count) for count in wanted if count in least]
-    others = [passes.verifying(count) for count in wanted if count not in least]
+    needed = [passes.verifying(count) for count in wanted if count in _NEEDED]
     if draft is not None:
         drafting = _Passes(draft, sampling)
         steps = max(2, chained)
-        step = _Trial("draft, synchronised", draft, lambda: drafting.chain(steps, lazily=False), steps)
-        needed.append(step)
+        needed.append(_Timed("draft, synchronised", draft, lambda: drafting.chain(steps, lazily=False), steps))
         if _has_memory_for_chains(draft):
-            needed.append(_Trial("draft, lazily", draft, lambda: drafting.chain(steps, lazily=True), steps))
+            needed.append(_Timed("draft, lazily", draft, lambda: drafting.chain(steps, lazily=True), steps))
         # Many rows: with few the difference drowns in the noise.
-        catching_up = _Trial("draft, catching up", draft, drafting.catch_up, 1, ROOM)
-        if thorough:
-            needed.append(catching_up)
-        else:
-            others.insert(1, catching_up)
-    for trial in needed:
+        needed.append(_Timed("draft, catching up", draft, drafting.catch_up, 1, ROOM))
+    for timed in needed:
         # A slow pass that took no longer than its rows one by one was not held up by compiling.
-        watch.first(trial, trial.rows * seconds if slow else 0.0)
-    for trial in others:
-        one_row = seconds if trial.context is target else watch.latest(step)
+        watch.first(timed, timed.rows * seconds if slow else 0.0)
+    for count in wanted:
         # Per row half a pass over one: more than on any machine known, except for the first few rows.
-        if watch.allows(one_row * max(1, trial.rows / 2)):
-            watch.first(trial, trial.rows * one_row if slow else 0.0)
-    if thorough and slow:
-        for trial in (one, *(trial for trial in needed if trial.rows <= 4)):
-            watch.again(trial)  # what disturbs one sample hardly disturbs the other
+        if count not in _NEEDED and watch.allows(seconds * max(1, count / 2)):
+            watch.first(passes.verifying(count), count * seconds if slow else 0.0)
+    if slow:
+        for timed in (one, *(timed for timed in needed if timed.rows <= 4)):
+            watch.again(timed)  # what disturbs one sample hardly disturbs the other
     watch.repeat()
     times = watch.medians()
     one_step, many = times.get("draft, synchronised"), times.get("draft, catching up")
@@ -140,7 +130,7 @@ def _has_memory_for_chains(context: Context) -> bool:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _Timed:
     """Something to time: `passes` passes of `context` over `rows` rows."""
 
     name: str
@@ -174,7 +164,7 @@ class _Passes:
                 token.item()
         token.item()
 
-    def verifying(self, rows: int) -> _Trial:
+    def verifying(self, rows: int) -> _Timed:
         """A pass over the newest token and drafts, and how many of these are accepted."""
         tokens = self._tokens[:rows]
 
@@ -183,7 +173,7 @@ class _Passes:
             target = distribution(logits, self._sampling, self._columns)  # (rows, vocabulary_size)
             mx.eval(verify_block(target, target[:-1], tokens[1:], self._key))
 
-        return _Trial(f"{rows} rows", self._context, verify, 1, rows)
+        return _Timed(f"{rows} rows", self._context, verify, 1, rows)
 
     def chain(self, steps: int, *, lazily: bool) -> None:
         """Tokens drafted one after the other."""
@@ -205,69 +195,65 @@ class _Passes:
 
 
 class _Stopwatch:
-    """Samples of trials, within a budget."""
+    """Samples of passes, within a budget."""
 
     def __init__(self, budget_seconds: float, progress: Progress | None) -> None:
         self._deadline = perf_counter() + budget_seconds
         self._progress = progress
-        self._samples: dict[_Trial, list[float]] = {}
+        self._samples: dict[_Timed, list[float]] = {}
 
-    def sample(self, trial: _Trial) -> float:
-        """Seconds per pass. The trial's context is left as it was."""
+    def sample(self, timed: _Timed) -> float:
+        """Seconds per pass. Its context is left as it was."""
         if self._progress is not None:
-            self._progress(trial.name)
-        context, length = trial.context, trial.context.length
+            self._progress(timed.name)
+        context, length = timed.context, timed.context.length
         mx.synchronize()
         started = perf_counter()
         try:
-            trial.run()
+            timed.run()
             mx.synchronize()
-            return (perf_counter() - started) / trial.passes
+            return (perf_counter() - started) / timed.passes
         finally:
             context.rewind(length)
             if length > 0:
                 context.evaluate()  # nothing lazy stays behind, which would belong to this thread
 
-    def note(self, trial: _Trial, seconds: float) -> None:
-        self._samples.setdefault(trial, []).append(seconds)
+    def note(self, timed: _Timed, seconds: float) -> None:
+        self._samples.setdefault(timed, []).append(seconds)
 
-    def first(self, trial: _Trial, believable: float) -> None:
+    def first(self, timed: _Timed, believable: float) -> None:
         """The first sample, after a run that compiles what it needs; that run itself where it took no more than
         `believable` seconds a pass or there is no time for another. One that fails is left out, unless it is the first
         of all."""
         try:
-            seconds = self.sample(trial)
-            if seconds > believable and (self.allows(seconds * trial.passes) or not self._samples):
-                seconds = self.sample(trial)
+            seconds = self.sample(timed)
+            if seconds > believable and (self.allows(seconds * timed.passes) or not self._samples):
+                seconds = self.sample(timed)
         except _FAILURES:
             if not self._samples:
                 raise
             return
-        self.note(trial, seconds)
+        self.note(timed, seconds)
 
-    def latest(self, trial: _Trial) -> float:
-        """Seconds per pass of its last sample; infinite where there is none."""
-        return self._samples.get(trial, [math.inf])[-1]
-
-    def again(self, trial: _Trial) -> None:
+    def again(self, timed: _Timed) -> None:
         """One more sample, whatever the budget."""
         with contextlib.suppress(*_FAILURES):
-            self.note(trial, self.sample(trial))
+            self.note(timed, self.sample(timed))
 
     def allows(self, seconds: float) -> bool:
         """Whether so many more seconds are within the budget."""
         return perf_counter() + seconds <= self._deadline
 
     def repeat(self) -> None:
-        """More samples as far as there is time, the trials taking turns: a machine's speed drifts."""
+        """More samples as far as there is time, the passes taking turns: a machine's speed drifts."""
         for _ in range(_SAMPLES - 1):
-            for trial, seconds in list(self._samples.items()):
-                if self.allows(seconds[-1] * trial.passes):
+            for timed, seconds in list(self._samples.items()):
+                if self.allows(seconds[-1] * timed.passes):
                     try:
-                        self.note(trial, self.sample(trial))
+                        self.note(timed, self.sample(timed))
                     except _FAILURES:
                         return
 
     def medians(self) -> dict[str, float]:
         # Of two, the lower: a disturbance only ever makes it longer.
-        return {trial.name: statistics.median_low(seconds) for trial, seconds in self._samples.items()}
+        return {timed.name: statistics.median_low(seconds) for timed, seconds in self._samples.items()}

@@ -16,8 +16,8 @@ from mlx_spec.settings import Sampling
 HELP = (
     "Measure what passes of a model and its draft cost on this machine, which -k auto goes by.\n\n"
     "Takes about ten seconds for each of three context lengths, more where a pass takes long, and is remembered in "
-    "your cache folder until chip, system, MLX, model or memory settings change. Without it, a shorter measurement is "
-    "part of the first answer of more than 8 tokens; a shorter one is decoded plainly until then."
+    "your cache folder until chip, system, MLX, model or memory settings change. Without it, the first "
+    "answers are the measurement: they are decoded plainly until their own rounds have told what passes cost."
 )
 
 

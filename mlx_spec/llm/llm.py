@@ -241,7 +241,9 @@ class LLM:
             target.reserve(request.planned)
             drafting = self._drafters.drafting(
                 request.drafter, request.speculation, request.sampling, request.sinks, self.vocabulary_size,
-                functools.partial(self._calibrations.learner, request.sampling, self.vocabulary_size),
+                lambda drafting: self._calibrations.learner(
+                    request.sampling, self.vocabulary_size, drafting=drafting
+                ),
             )  # fmt: skip
             opened.pop_all()
         return Decoding(

@@ -19,7 +19,7 @@ from mlx_spec.settings import DEFAULT_SINKS, KVConfig
 
 _log = logging.getLogger("mlx_spec")
 
-_CALIBRATION_TEXT = (
+_SAMPLE_TEXT = (
     "The harbour was quiet that morning. Three boats lay at the quay, and a man in a blue coat was counting crates: "
     '12, 18, 25. He wrote each number down, then said: "Two are missing."\n\n'
     "def total(crates: list[int]) -> int:\n    return sum(crates)\n\n"
@@ -27,10 +27,10 @@ _CALIBRATION_TEXT = (
 )
 
 
-def calibration_tokens(tokenizer: Tokenizer) -> list[int]:
-    """What INT8 takes the divisors of its keys from (`PagedModel.calibrate`): a page of ordinary text, always the same,
-    so that answers do not depend on what was asked before."""
-    return tokenizer.encode(_CALIBRATION_TEXT)[:PAGE]
+def sample_tokens(tokenizer: Tokenizer) -> list[int]:
+    """What INT8 takes the divisors of its keys from (`PagedModel.take_divisors`): a page of ordinary text, always the
+    same, so that answers do not depend on what was asked before."""
+    return tokenizer.encode(_SAMPLE_TEXT)[:PAGE]
 
 
 def language_models(
@@ -59,7 +59,7 @@ def language_models(
             longest = _longest(loaded, kv)
             arguments, rotary = model.module.arguments, model.module.rotary
             prepare(model.pool, arguments.heads, rotary, window=kv.window is not None, length=longest)
-            model.calibrate(calibration_tokens(target.tokenizer))
+            model.take_divisors(sample_tokens(target.tokenizer))
     return large, small
 
 

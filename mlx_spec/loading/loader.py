@@ -133,8 +133,8 @@ def load_pair(
     read: Callable[[Source], LoadedModel] | None = None,
 ) -> tuple[LoadedModel, LoadedModel | None, catalog.Entry | None]:
     """A target, its draft or None, and what the catalogue says of the target, if it does. draft None is the
-    catalogue's draft for `model`, False none at all. read: instead of `load`, for those who have it run elsewhere. Raises
-    what `resolve` and `load` raise."""
+    catalogue's draft for `model`, False none at all. read: instead of `load`, for those who have it run elsewhere.
+    Raises what `resolve` and `load` raise."""
     read = load if read is None else read
     source = resolve(model)
     if draft is None and source.entry is not None:

@@ -14,6 +14,7 @@ import platform
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -71,25 +72,32 @@ class Remembered:
 
     def get(self, section: str, key: str) -> Any:
         """The value, which a file may have made of any JSON type; None if there is none."""
-        with self._lock:
-            if self._values is None:
-                self._values = _of_machine(self._read(), self._machine)
-            return self._values.get(section, {}).get(key)
+        if self._values is None:  # else nobody waits for a file that is being written
+            with self._lock:
+                self._values = self._values or _of_machine(self._read(), self._machine)
+        return self._values.get(section, {}).get(key)
 
     def set(self, section: str, key: str, value: Any) -> None:
         """Keep a JSON value; None forgets."""
+        self.update(section, {key: lambda _: value})
+
+    def update(self, section: str, changes: Mapping[str, Callable[[Any], Any]]) -> None:
+        """Keep, for each key, the JSON value that is made of the one there is by now or of None; None forgets."""
         with self._lock:
             # Read anew: another process may have added to the file.
             machines = self._read()
-            self._unwritten[section, key] = value
-            self._values = values = _of_machine(machines, self._machine)
-            for (name, own_key), own in self._unwritten.items():
-                entries = values.setdefault(name, {})
-                entries[own_key] = own
-                if own is None:
-                    del entries[own_key]
+            values = _of_machine(machines, self._machine)
+            for (name, key), own in self._unwritten.items():
+                values.setdefault(name, {})[key] = own
+            entries = values.setdefault(section, {})
+            for key, change in changes.items():
+                self._unwritten[section, key] = entries[key] = change(entries.get(key))
+            self._values = values = {
+                name: {key: value for key, value in entries.items() if value is not None}
+                for name, entries in values.items()
+            }
             machines.pop(self._machine, None)
-            kept = [*machines.items(), (self._machine, self._values)][-_MOST_MACHINES:]
+            kept = [*machines.items(), (self._machine, values)][-_MOST_MACHINES:]
             if self._write({"machines": dict(kept)}):
                 self._unwritten.clear()
 

@@ -1,4 +1,4 @@
-"""What is remembered of passes and under which key, the measurement inside a request, and `mlx-spec calibrate`."""
+"""What is remembered of passes and under which key, and `mlx-spec calibrate`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import pytest
 from directories import write_model
 from external_models import module_of
 from mlx.utils import tree_map
-from test_measurement import GOOD, TOKENS, external
+from test_measurement import TOKENS, external
 from tiny import tiny_module
 
-from mlx_spec.architectures.context import Context, prefill
+from mlx_spec.architectures.context import prefill
 from mlx_spec.architectures.external import ExternalModel
 from mlx_spec.calibration import calibrations as calibration
 from mlx_spec.calibration import timing as measurement
@@ -40,8 +40,8 @@ from mlx_spec.settings import KVConfig, Sampling
 
 Run = Callable[..., tuple[int, str, str]]
 KV = KVConfig()
-KNOWN = Calibration.from_json(GOOD)
-assert KNOWN is not None
+KNOWN = Calibration(256, ((1, 0.5), (2, 0.6), (4, 1.0)), 0.1, 0.2, 0.0, "2026-01-02T03:04:05+00:00")
+NOTHING = Costs((), None)
 ON_THIS_MACHINE = calibration.store
 ALONE = replace(KNOWN, draft_lazily=None, draft_synchronised=None, draft_row=None)
 
@@ -61,7 +61,6 @@ def pair(directories: tuple[Path, Path]) -> tuple[LoadedModel, LoadedModel]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_LENGTH_SECONDS", 0.05)
-    monkeypatch.setattr(calibration, "_REQUEST_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -73,120 +72,71 @@ def store(file: Path, machine: str = "M1") -> Store:
     return Store(Remembered(file, machine))
 
 
-def contexts(pair: tuple[LoadedModel, LoadedModel], length: int = 100) -> tuple[Context, Context]:
-    target, draft = language_models(*pair, KV)
-    assert draft is not None
-    both = target.new_context(), draft.new_context()
-    for context in both:
-        prefill(context, [TOKENS[index % len(TOKENS)] for index in range(length + 1)])
-    return both
-
-
-def never(*_: Any, **__: Any) -> Any:
-    pytest.fail("known already")
-
-
 # What is remembered
 
 
-def test_a_request_measures_once_per_machine(
-    pair: tuple[LoadedModel, LoadedModel], file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft = contexts(pair)
-    first, seconds = Calibrations(*pair, KV, store(file)).for_request(target, draft)
-    assert first is not None
-    assert seconds > 0
-    assert [rows for rows, _ in first.target][:2] == [1, 2]
-    assert first.draft_step is not None
-    assert (target.length, draft.length) == (100, 100)
-    monkeypatch.setattr(measurement, "measure", never)
-    assert Calibrations(*pair, KV, store(file)).for_request(target, draft) == (first, 0.0)
-    alone = replace(first, draft_lazily=None, draft_synchronised=None, draft_row=None)
-    assert Calibrations(*pair, KV, store(file)).for_request(target, None) == (alone, 0.0)
-    assert Calibrations(*pair, KV, store(file, "M2")).for_request(target, draft, measure=False) == (None, 0.0)
+def known(calibrations: Calibrations, length: int = 256, *, drafting: bool = True) -> Costs:
+    return calibrations.learner(Sampling(), 272, drafting=drafting).costs(length)
 
 
-def test_what_was_disturbed_is_measured_again(
-    pair: tuple[LoadedModel, LoadedModel], file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft = contexts(pair)
-    disturbed = replace(ALONE, target=((1, 1.0), (2, 5.0)), draft_synchronised=0.2)
-    monkeypatch.setattr(measurement, "measure", lambda *contexts, **options: disturbed)
-    assert Calibrations(*pair, KV, store(file)).for_request(target, draft)[0] == disturbed
-    monkeypatch.undo()
-    found, seconds = Calibrations(*pair, KV, store(file)).for_request(target, draft)
-    assert found != disturbed
-    assert seconds > 0
+def same(costs: Costs, other: Costs) -> bool:
+    return replace(costs, draft_row=0) == replace(other, draft_row=0) and abs(costs.draft_row - other.draft_row) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("times", "disturbed"),
-    [
-        (((1, 1.0), (2, 1.1), (4, 2.0)), False),
-        (((1, 1.0), (2, 2.9), (4, 5.9)), False),  # 16-bit rows on quantized weights, and some noise
-        (((1, 0.02), (2, 0.2)), False),  # a median of several
-        (((1, 1.0), (2, 3.1)), True),
-        (((1, 1.0), (2, 1.2), (4, 7.0)), True),
-        (((1, 2.0), (2, 1.2)), True),
-        (((1, 1.0), (2, 2.9), (3, 1.5)), True),
-    ],
-)
-def test_what_cannot_be_the_pass_alone(times: tuple[tuple[int, float], ...], disturbed: bool) -> None:
-    assert replace(ALONE, target=times).disturbed is disturbed
-
-
-def test_what_the_target_costs_is_known_without_its_draft_too(
+def test_what_was_measured_thoroughly_is_known_by_what_it_depends_on(
     pair: tuple[LoadedModel, LoadedModel], file: Path
 ) -> None:
-    Calibrations(*pair, KV, store(file)).keep(KNOWN)
-    assert Calibrations(pair[0], None, KV, store(file)).at(256) == ALONE
-    assert Calibrations(*pair, KV, store(file)).at(256) == KNOWN
+    kept = store(file)
+    Calibrations(*pair, KV, kept).keep(KNOWN)
+    kept.wait()
+    assert same(known(Calibrations(*pair, KV, store(file))), KNOWN.costs())
+    assert known(Calibrations(*pair, KV, store(file)), drafting=False) == ALONE.costs()
+    assert known(Calibrations(pair[0], None, KV, store(file))) == ALONE.costs()
+    assert known(Calibrations(pair[0], pair[0], KV, store(file))) == ALONE.costs()
+    assert known(Calibrations(pair[1], None, KV, store(file))) == NOTHING
+    assert known(Calibrations(*pair, KVConfig("int8"), store(file))) == NOTHING
+    assert known(Calibrations(*pair, KV, store(file, "M2"))) == NOTHING
 
 
-def test_a_draft_that_was_not_measured_is_measured(pair: tuple[LoadedModel, LoadedModel], file: Path) -> None:
-    calibrations = Calibrations(*pair, KV, store(file))
-    calibrations.keep(ALONE)
-    target, draft = contexts(pair)
-    assert calibrations.for_request(target, draft, measure=False) == (ALONE, 0.0)
-    assert calibrations.for_request(target, None) == (ALONE, 0.0)
-    found, _ = calibrations.for_request(target, draft)
-    assert found is not None
-    assert found.draft_step is not None
-    assert calibrations.at(100) == found
-
-
-def test_nothing_is_measured_where_a_context_is_about_to_end(
-    pair: tuple[LoadedModel, LoadedModel], file: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_draft_that_was_not_measured_leaves_what_is_known_of_one(
+    pair: tuple[LoadedModel, LoadedModel], file: Path
 ) -> None:
-    large, small = pair
-    target, draft = contexts(pair)
-    short = replace(small, context_length=100 + ROOM - 1)
-    found, _ = Calibrations(large, short, KV, store(file)).for_request(target, draft)
-    assert found is not None
-    assert found.draft_step is None  # a draft that is full is not measured, and costs nothing to be known without
-    monkeypatch.setattr(measurement, "measure", never)
-    assert Calibrations(large, short, KV, store(file)).for_request(target, draft) == (found, 0.0)
-    full = replace(large, context_length=100 + ROOM - 1)
-    calibrations = Calibrations(full, None, KV, store(file, "M2"))
-    assert calibrations.for_request(target, None) == (None, 0.0)
-    calibrations.keep(ALONE)
-    assert calibrations.for_request(target, None) == (ALONE, 0.0)
+    calibrations = Calibrations(*pair, KV, store(file))
+    calibrations.keep(KNOWN)
+    calibrations.keep(replace(ALONE, target=((1, 0.4),)))
+    assert known(calibrations).draft_step == KNOWN.draft_step
+    assert known(calibrations).target == ((1, 0.4),)
+    calibrations.keep(replace(KNOWN, draft_lazily=None))
+    assert known(calibrations).draft_step == KNOWN.draft_synchronised
 
 
-def test_a_window_goes_on_for_ever(pair: tuple[LoadedModel, LoadedModel], file: Path) -> None:
-    kv = KVConfig(window=65)
-    large, small = (replace(model, context_length=120) for model in pair)
-    target, draft = language_models(large, small, kv)
-    assert draft is not None
-    both = target.new_context(4, 65), draft.new_context(4, 65)
-    for context in both:
-        prefill(context, TOKENS[:201])
-    calibrations = Calibrations(large, small, kv, store(file))
-    found, _ = calibrations.for_request(*both)
-    assert found is not None
-    assert found.draft_step is not None
-    assert calibrations.at(10**6) == found
-    assert calibrations.at(60) is None
+def test_neighbouring_lengths_are_a_first_guess(pair: tuple[LoadedModel, LoadedModel], file: Path) -> None:
+    calibrations = Calibrations(*pair, KV, store(file))
+    calibrations.keep(KNOWN)
+    calibrations.keep(replace(KNOWN, context_length=32768, target=((1, 0.8), (8, 1.6))))
+    assert same(known(calibrations, 2048), KNOWN.costs())
+    assert known(calibrations, 8192).target == ((1, 0.8), (8, 1.6))
+    assert known(calibrations, 131072).target == ((1, 0.8), (8, 1.6))
+    calibrations.keep(replace(ALONE, context_length=2048, target=((1, 1.0), (3, 1.1))))
+    guessed = known(calibrations, 2048)  # at the proportions of the neighbour, beyond what is known here
+    assert guessed.target == ((1, 1.0), (3, 1.1), (4, pytest.approx(2.0)))
+    assert guessed.draft_step == pytest.approx(0.2)
+    calibrations.keep(replace(ALONE, context_length=2048, target=((1, 1.0), (2, 3.0))))
+    assert known(calibrations, 2048).target == ((1, 1.0), (2, 3.0), (4, pytest.approx(5.0)))
+    calibrations.keep(replace(ALONE, context_length=2048, target=((1, 1.0), (3, 1.1))))
+    both = known(calibrations, 8192)  # of two that are as near, by the shorter's pass over one row
+    assert both.target == ((1, 1.0), (3, 1.1), (8, pytest.approx(2.0)))
+    assert known(Calibrations(*pair, KVConfig(window=65), store(file)), 9000) == NOTHING
+
+
+def test_beyond_a_window_all_lengths_are_alike(pair: tuple[LoadedModel, LoadedModel], file: Path) -> None:
+    calibrations = Calibrations(*pair, KVConfig(window=65), store(file))
+    calibrations.keep(replace(KNOWN, context_length=60))
+    assert same(known(calibrations, 1000), KNOWN.costs())  # guessed from what is seen there
+    calibrations.keep(replace(KNOWN, context_length=200, target=((1, 2.0),)))
+    assert known(calibrations, 100) == known(calibrations, 10**6)
+    assert known(calibrations, 10**6).target[0] == (1, 2.0)
+    assert known(calibrations, 60).target[0] == (1, 0.5)
 
 
 def test_keys(pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,29 +144,32 @@ def test_keys(pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyP
     half = tiny_module(vocab_size=272)
     half.update(tree_map(lambda array: array.astype(mx.bfloat16), half.parameters()))
     keys = [
-        Calibrations(*arguments).key(length)
+        Calibrations(*arguments).keys(length)[0]
         for arguments, length in (
-            ((large, small, KV), 256), ((large, small, KV), 2048), ((large, None, KV), 256), ((small, None, KV), 256),
-            ((large, small, KVConfig("int8")), 256), ((large, small, KVConfig(draft_storage="int8")), 256),
+            ((large, small, KV), 256), ((large, small, KV), 2048), ((small, None, KV), 256),
+            ((large, small, KVConfig("int8")), 256),
             ((large, small, KVConfig(window=100)), 50), ((large, small, KVConfig(window=100)), 256),
             ((large, small, KVConfig(window=101)), 50), ((large, small, KVConfig(window=100, sinks="system")), 50),
-            ((replace(large, module=half), small, KV), 256), ((large, large, KV), 256),
+            ((replace(large, module=half), small, KV), 256),
         )
     ]  # fmt: skip
     assert len({*keys}) == len(keys)
     calibrations = Calibrations(large, small, KV)
-    filtered = [Sampling(temperature=0.7, top_k=5), Sampling(temperature=0.7, top_p=0.5),
+    for alike in (Calibrations(large, None, KV), Calibrations(large, large, KVConfig(draft_storage="int8"))):
+        assert alike.keys(256)[0] == keys[0]
+    filtered = [Sampling(temperature=0.7), Sampling(temperature=0.7, top_k=5), Sampling(temperature=0.7, top_p=0.5),
                 Sampling(temperature=0.7, min_p=0.1), Sampling(temperature=0.7, top_k=5, top_p=0.5)]  # fmt: skip
-    assert len({calibrations.key(256, sampling) for sampling in filtered} - {*keys}) == len(filtered)
-    for alike in (Sampling(temperature=0.7), Sampling(top_k=5), Sampling(temperature=1, presence_penalty=1)):
-        assert calibrations.key(256, alike) == calibrations.key(256)
-    assert calibrations.key(256, filtered[0]) == calibrations.key(256, Sampling(temperature=1, top_k=9, seed=1))
+    assert len({calibrations.filters(sampling, 272).key for sampling in filtered}) == len(filtered)
+    key = calibrations.filters(filtered[1], 272).key
+    assert key == calibrations.filters(Sampling(temperature=1, top_k=9, seed=1, presence_penalty=1), 272).key
+    assert key != calibrations.filters(filtered[1], 271).key
     monkeypatch.setattr(mx, "default_device", lambda: "another")
-    assert Calibrations(large, small, KV).key(256) not in keys
+    assert Calibrations(large, small, KV).keys(256)[0] not in keys
+    assert Calibrations(large, small, KV).filters(filtered[1], 272).key != key
 
 
 def test_a_model_of_mlx_lms_goes_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, theirs = ({Calibrations(model, None, KV).key(9) for version in ("1.0", "2.0") if not monkeypatch.setattr(
+    own, theirs = ({Calibrations(model, None, KV).keys(9)[0] for version in ("1.0", "2.0") if not monkeypatch.setattr(
         calibration, "version", lambda name, version=version: version if name == "mlx-lm" else "0")}
         for model in (LoadedModel("own", tiny_module(), None, {}, None),  # type: ignore[arg-type]
                       LoadedModel("theirs", module_of("phi3"), None, {}, None)))  # type: ignore[arg-type]
@@ -225,15 +178,15 @@ def test_a_model_of_mlx_lms_goes_with_its_version(monkeypatch: pytest.MonkeyPatc
 
 def test_a_key_names_no_path_and_does_not_depend_on_a_name(pair: tuple[LoadedModel, LoadedModel]) -> None:
     large, small = pair
-    key = Calibrations(large, small, KV).key(300)
-    assert key == Calibrations(replace(large, name="other"), small, KV).key(200)
+    key = Calibrations(large, small, KV).keys(300)[0]
+    assert key == Calibrations(replace(large, name="other"), small, KV).keys(200)[0]
     assert "/" not in key
     assert large.name not in key
 
 
 def test_lengths_near_one_another_share_a_key(pair: tuple[LoadedModel, LoadedModel]) -> None:
     calibrations = Calibrations(*pair, KV)
-    groups = [{calibrations.key(length) for length in lengths} for lengths in (
+    groups = [{calibrations.keys(length)[0] for length in lengths} for lengths in (
         (0, 1, 256, 700), (800, 2048, 4000), (5000, 8192, 16000), (20000, 32768), (10**5, 10**6))]  # fmt: skip
     assert all(len(group) == 1 for group in groups)
     assert len(set.union(*groups)) == 5
@@ -255,12 +208,11 @@ def test_a_broken_or_foreign_file_is_said_once_and_made_anew(
     else:
         file.write_bytes(content)
     kept = store(file)
-    target, draft = contexts(pair)
     for calibrations in (Calibrations(*pair, KV, kept), Calibrations(*pair, KVConfig("int8"), kept)):
-        found, seconds = calibrations.for_request(target, draft)
-        assert found is not None
-        assert seconds > 0
-        assert calibrations.for_request(target, draft) == (found, 0.0)
+        assert known(calibrations) == NOTHING
+        calibrations.keep(KNOWN)
+        assert same(known(calibrations), KNOWN.costs())
+    kept.wait()
     said = [record.getMessage() for record in caplog.records]
     assert str(file) in said[0]
     assert "measured again" in said[0]
@@ -270,46 +222,62 @@ def test_a_broken_or_foreign_file_is_said_once_and_made_anew(
         return
     assert len(said) == 1
     caplog.clear()
-    assert Calibrations(*pair, KVConfig("int8"), store(file)).for_request(target, draft) == (found, 0.0)
+    assert same(known(Calibrations(*pair, KVConfig("int8"), store(file))), KNOWN.costs())
     assert not caplog.records
 
 
 def test_other_machines_in_the_file_are_no_fault(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store(file, "M2").set("a", ALONE)
-    assert store(file).get("a") is None
-    assert store(file, "M2").get("a") == ALONE
+    other = store(file, "M2")
+    _keep(other, "a")
+    assert store(file).get("a").known() == {}
+    assert store(file, "M2").get("a").known() == {"1 rows": 0.5}
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        7,
-        "x",
-        [],
-        {},
-        GOOD | {"target": [[1, -2.0]]},
-        GOOD | {"draft_lazily": "fast"},
-        GOOD | {"target": [[1, float("nan")]]},
-    ],
-)
-def test_unusable_entries_are_measured_again(
+def _keep(kept: Store, *keys: str) -> None:
+    for key in keys:
+        kept.observe(key, "1 rows", 0.5, thorough=True)
+    kept.write()
+    kept.wait()
+
+
+FIGURE = ["1 rows", 0.5, True, []]
+
+
+@pytest.mark.parametrize("value", [
+    7, "x", [], {}, "abcd", ["abcd"], [FIGURE, FIGURE], [FIGURE, 7], [FIGURE[:3]], [[*FIGURE, 1]],
+    [[1, 0.5, True, []]], [["1 rows", None, True, []]],
+    [["1 rows", -2.0, True, []]], [["1 rows", float("nan"), True, []]], [["1 rows", float("inf"), True, []]],
+    [["1 rows", 0, True, []]], [["1 rows", "0.5", True, []]], [["1 rows", True, True, []]],
+    [["1 rows", None, False, []]], [["1 rows", 10**400, False, []]], [["1 rows", 0.5, 1, []]],
+    [["1 rows", None, False, [0.0]]], [["1 rows", None, False, ["x"]]], [["1 rows", None, False, 0.5]],
+    [["1 rows", None, False, [0.5] * 5]], [["1 rows", 0.5, False, None]], [["1 rows", [0.5], False, []]],
+    {"context_length": 256, "target": [[1, 0.5]], "draft_lazily": None, "draft_synchronised": None, "draft_row": None,
+     "measured_at": "2026-01-02T03:04:05+00:00"},
+])  # fmt: skip
+def test_unusable_entries_are_learned_again(
     pair: tuple[LoadedModel, LoadedModel], file: Path, value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = Remembered(file, "M1")
     for length in (100, 3000):
-        memory.set("passes", Calibrations(*pair, KV).key(length), value)
-    memory.set("passes", "another", ALONE.as_dict())
+        memory.set("passes", Calibrations(*pair, KV).keys(length)[0], value)
+    _keep(store(file), "another")
     kept = store(file)
     calibrations = Calibrations(*pair, KV, kept)
-    target, draft = contexts(pair)
-    found, seconds = calibrations.for_request(target, draft)
-    assert seconds > 0
-    assert calibrations.at(3000) is None
+    assert known(calibrations) == known(calibrations, 3000) == NOTHING
+    calibrations.keep(KNOWN)
+    kept.wait()
     [record] = caplog.records
     assert "measured again" in record.getMessage()
-    assert Calibrations(*pair, KV, store(file)).for_request(target, draft) == (found, 0.0)
-    assert store(file).get("another") == ALONE
+    assert same(known(Calibrations(*pair, KV, store(file))), KNOWN.costs())
+    assert store(file).get("another").known() == {"1 rows": 0.5}
+
+
+@pytest.mark.parametrize("name", ["", "rows", "x rows", "0 rows", "-1 rows", "01 rows", "1.5 rows", "99999999999 rows"])
+def test_figures_of_another_name_do_no_harm(pair: tuple[LoadedModel, LoadedModel], file: Path, name: str) -> None:
+    calibrations = Calibrations(*pair, KV, store(file))
+    Remembered(file, "M1").set("passes", calibrations.keys(256)[0], [FIGURE, [name, 0.7, False, []]])
+    assert known(calibrations).target == ((1, 0.5),)
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
@@ -326,8 +294,8 @@ def test_a_folder_that_cannot_be(file: Path, caplog: pytest.LogCaptureFixture) -
 def _check_unwritable(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept = store(file)
     for key in "ab":
-        kept.set(key, ALONE)
-    assert kept.get("a") == kept.get("b") == ALONE
+        _keep(kept, key)
+    assert kept.get("a").known() == kept.get("b").known() == {"1 rows": 0.5}
     [record] = caplog.records
     assert "cannot be kept" in record.getMessage()
 
@@ -336,7 +304,7 @@ def test_where_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("mlx_spec.machine.remembered.cache_folder", lambda: tmp_path / "here")
     ON_THIS_MACHINE.cache_clear()
     try:
-        ON_THIS_MACHINE().set("a", ALONE)
+        _keep(ON_THIS_MACHINE(), "a")
         assert ON_THIS_MACHINE() is ON_THIS_MACHINE()
         assert [each.name for each in (tmp_path / "here").iterdir()] == ["calibration.json"]
     finally:
@@ -358,7 +326,7 @@ def test_several_lengths(pair: tuple[LoadedModel, LoadedModel], file: Path) -> N
     for result in results:
         assert isinstance(result, Calibration)
         assert result.draft_step is not None
-        assert calibrations.at(result.context_length) == result
+        assert same(known(calibrations, result.context_length), result.costs())
     assert {"256 tokens: reading", "2048 tokens: 1 row", "2048 tokens: draft, lazily"} <= {*said}
 
 
@@ -466,7 +434,7 @@ def test_an_interrupt_keeps_what_was_measured(
     first = next(results)
     with pytest.raises(KeyboardInterrupt):
         next(results)
-    assert Calibrations(*pair, KV, store(file)).at(256) == first
+    assert same(known(Calibrations(*pair, KV, store(file))), first.costs())  # type: ignore[union-attr]
 
 
 def _interrupt_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,14 +506,17 @@ def test_a_model_of_the_catalogue_is_measured_with_its_filters(
     _, out, _ = run("-m", "demo", "-d", "none")
     assert out.splitlines()[0].endswith(", top_k 20, top_p 0.8")
     assert "INCOMPLETE" not in out
-    assert all("filtered by top_k and top_p" in key for key in json.loads(file.read_text())["machines"]["M1"]["passes"])
+    passes = json.loads(file.read_text())["machines"]["M1"]["passes"]
+    assert sum("drawn by top_k and top_p from" in key for key in passes) == 1
+    assert sum("near" in key for key in passes) == 2
 
 
 def test_without_a_draft(run: Run, directories: tuple[Path, Path]) -> None:
     _, out, _ = run("-m", directories[0], "-d", "none")
     assert "DRAFT" not in out
     assert "for drafts that cost nothing, as by lookup" in " ".join(out.split())
-    assert max(len(line) for line in out.splitlines()) <= 100
+    shown = out.replace(str(directories[0]), "target")  # however long the folder's name
+    assert max(len(line) for line in shown.splitlines()) <= 100
 
 
 def test_an_option_of_a_draft_without_one(run: Run, directories: tuple[Path, Path]) -> None:

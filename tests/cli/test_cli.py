@@ -19,7 +19,6 @@ from directories import write_model
 from fake_answers import FIGURES, FakeLLM, fake_load
 
 import mlx_spec
-from mlx_spec.calibration import calibrations as calibration
 from mlx_spec.cli import console, tables
 from mlx_spec.cli.main import main
 from mlx_spec.cli.options import named_by_option
@@ -576,7 +575,6 @@ def answered(
     tiny: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs `generate` with the tiny target."""
-    monkeypatch.setattr(calibration, "_REQUEST_SECONDS", 0.05)
 
     def run_line(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:

@@ -132,15 +132,17 @@ def test_costs_follow_the_length_of_the_context(make: Make) -> None:
     assert long.parked_passes > 100
 
 
-def test_costs_without_the_draft_are_none_of_a_draft_models(make: Make) -> None:
-    """As measured where its context had ended, or for lookup alone."""
+def test_what_the_target_costs_counts_for_a_draft_model_that_was_not_measured_there(make: Make) -> None:
+    """As where its context had ended, or of lookup alone: what its steps cost is known of a shorter text."""
     llm = make(1, known=None)
     llm._drafters._calibrations.keep(replace(CHEAP, context_length=256))
     alone = replace(DEAR, context_length=2048, draft_lazily=None, draft_synchronised=None, draft_row=None)
     llm._drafters._calibrations.keep(alone)
     for drafter in ("model", "hybrid"):
         long = figures(llm, prompt=PROMPT * 18, max_tokens=1000, drafter=drafter)
-        assert long.parked_passes == 0
+        assert long.tokens_per_pass is not None
+        assert long.tokens_per_pass > 1
+        assert long.parked_passes > 100
     assert figures(llm, prompt=PROMPT * 18, max_tokens=1000, drafter="lookup").parked_passes > 0
 
 
@@ -263,7 +265,6 @@ def test_auto_parks_where_drafts_cannot_win(make: Make, asked: str) -> None:
     statistics = figures(make(2, known=DEAR), drafter=asked, max_tokens=100)
     assert statistics.passes_by_draft_tokens == {0: 100}
     assert statistics.parked_passes > (60 if asked == "model" else 0)
-    assert statistics.calibration_seconds == 0
 
 
 @pytest.mark.parametrize(("known", "early"), [(CHEAP, True), (DEAR, False)])
@@ -291,22 +292,6 @@ def test_an_unsure_draft_stops_early(make: Make) -> None:
     assert len(flat.passes_by_draft_tokens) > 2
 
 
-def test_costs_are_measured_once_and_only_where_they_are_needed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_REQUEST_SECONDS", 0.05)
-    llm = make(2, known=None)
-    for options in ({"draft_tokens": 3}, {"draft_tokens": 0}, {"drafter": "none"}, {"max_tokens": 0}):
-        assert figures(llm, **options).calibration_seconds == 0
-    short = figures(llm, max_tokens=8)  # of which measuring would be most
-    assert (short.calibration_seconds, short.passes_by_draft_tokens) == (0, {0: 8})
-    plain = llm.generate(PROMPT, max_tokens=60, sampling=ENDLESS, speculation=Speculation(draft_tokens=0))
-    first = llm.generate(PROMPT, max_tokens=60, sampling=ENDLESS)
-    second = llm.generate(PROMPT, max_tokens=60, sampling=ENDLESS)
-    assert first.tokens == second.tokens == plain.tokens  # measuring leaves no trace in the caches
-    assert first.statistics.calibration_seconds > 0
-    check_sums(first.statistics)
-    assert "passes measured in" in console.statistics_line(first.statistics)
-
-
 def test_the_same_seed_gives_the_same_answer(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what passes cost remembered: also in another process, which reads it from the file."""
     answers = []
@@ -318,7 +303,6 @@ def test_the_same_seed_gives_the_same_answer(make: Make, tmp_path: Path, monkeyp
         for _ in range(2):
             answer = llm.generate(PROMPT, max_tokens=120, sampling=replace(ENDLESS, temperature=0.8))
             answers.append((answer.tokens, answer.statistics.passes_by_draft_tokens))
-            assert answer.statistics.calibration_seconds == 0
     assert all(answer == answers[0] for answer in answers)
     assert len(answers[0][1]) > 2
     other = llm.generate(PROMPT, max_tokens=120, sampling=replace(ENDLESS, temperature=0.8, seed=4))
@@ -356,7 +340,6 @@ def test_int8_behind_a_window(make: Make, draft: int | None, k: Any) -> None:
     plain = make(None, kv).generate(prompt, max_tokens=250, sampling=ENDLESS, speculation=Speculation(0))
     answer = llm.generate(prompt, max_tokens=250, sampling=ENDLESS, speculation=Speculation(k))
     check_sums(answer.statistics)
-    assert answer.statistics.calibration_seconds == 0
     assert answer.tokens == plain.tokens
     assert max(answer.statistics.passes_by_draft_tokens) == (15 if k == "auto" else k)
     assert answer.statistics.accepted > 30
@@ -384,7 +367,6 @@ def test_who_drafts_is_asked_of_each_request(make: Make) -> None:
 def test_lookup_and_auto_with_other_architectures(
     make: Make, known: Calibration | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "_REQUEST_SECONDS", 0.05)
     for target, small in (("phi3", None), ("qwen3_moe", "phi3"), (None, "phi3"), ("deepseek_v3", None)):
         llm = make(target=target and module_of(target), small=small and module_of(small), known=known)
         plain = llm.generate(PROMPT, max_tokens=50, sampling=ENDLESS, speculation=Speculation(0))
@@ -421,7 +403,6 @@ def test_a_target_that_cannot_be_rewound_is_decoded_plainly(
         for options in ({}, {"draft_tokens": 3}, {"drafter": "lookup"}):
             statistics = figures(llm, **options, max_tokens=12)
             assert (statistics.drafter, statistics.passes_by_draft_tokens) == ("none", {0: 12})
-            assert statistics.calibration_seconds == 0
     [message] = [record.getMessage() for record in caplog.records]
     assert message.startswith("no speculation, plain decoding: the target (falcon_h1)")
 

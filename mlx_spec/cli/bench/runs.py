@@ -78,9 +78,10 @@ def check_prompts(llm: LLM, prompts: Sequence[BenchPrompt], max_tokens: int) -> 
 def warm_up(
     llm: LLM, ways: Sequence[Way], *, sampling: Sampling, progress: Progress = untold
 ) -> tuple[list[Way], list[Way]]:
-    """Every way decodes a few tokens of another text, not measured: weights are touched, kernels compiled, and the
-    machine's pass costs are known. Gives the ways that are what they are called, and those that are not: where a model
-    cannot take tokens back, nothing is drafted, or by lookup alone, which would be measured twice under two names."""
+    """Every way decodes a few tokens of another text, not measured: weights are touched and kernels compiled, and
+    what passes cost begins to be known. Gives the ways that are what they are called, and those that are not: where a
+    model cannot take tokens back, nothing is drafted, or by lookup alone, which would be measured twice under two
+    names."""
     real: list[Way] = []
     others: list[Way] = []
     for done, way in enumerate(ways):
