@@ -86,6 +86,8 @@ class LLM:
         self._generations: weakref.WeakSet[Generation] = weakref.WeakSet()
         self._open, self._wired = 0, ExitStack()
         """Generations that have contexts; what is undone when there are none. Both are the worker's."""
+        # What is lazy belongs to the thread that made it.
+        mx.eval([model.module.parameters() for model in (target, draft) if model is not None])
         self._worker.run(functools.partial(self._set_up, target, draft, KVConfig() if kv is None else kv))
 
     def _set_up(self, target: LoadedModel, draft: LoadedModel | None, kv: KVConfig) -> None:

@@ -66,6 +66,10 @@ class Checked:
         return self.schedule.parked
 
     @property
+    def whole_rounds(self) -> bool:
+        return self.schedule.whole_rounds
+
+    @property
     def stops_early(self) -> bool:
         """Confidences are asked for, as by AutoSchedule on most machines."""
         return self.early

@@ -27,7 +27,7 @@ class Scene:
 
     def __init__(self, int8: bool, window: int | None) -> None:
         self.model = PagedModel(MODULE, int8=int8)
-        self.model.calibrate(TEXT[:PAGE])
+        self.model.take_divisors(TEXT[:PAGE])
         self.sinks, self.window = (4, window) if window else (0, None)
         self.first = self.new(150)
         self.other = self.first.fork()
