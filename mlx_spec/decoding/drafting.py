@@ -15,6 +15,7 @@ from mlx_spec.decoding.schedule.offers import Offer
 from mlx_spec.decoding.schedule.schedule import Schedule
 from mlx_spec.decoding.verification import verify_block
 from mlx_spec.errors import DoesNotFit
+from mlx_spec.machine.memory import NO_MEMORY, memory_or
 from mlx_spec.settings import HYBRID
 
 _log = logging.getLogger("mlx_spec")
@@ -79,7 +80,8 @@ class Drafting:
         drafter = self._drafters[plan.offer.drafter]
         proceed = self.schedule.proceed if self.schedule.stops_early else None
         try:
-            return drafter.propose(tokens, plan.k, seen, key, proceed)
+            with memory_or(NO_MEMORY):
+                return drafter.propose(tokens, plan.k, seen, key, proceed)
         except DoesNotFit as error:
             self._give_up(drafter, error)
             return None

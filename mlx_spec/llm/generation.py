@@ -154,12 +154,11 @@ class Generation:
             try:
                 chunk = self._advance()
             except BaseException as error:
-                if self._totals.tokens and _lacks_memory(error):
-                    chunk = self._finished("memory")
-                else:
+                if not isinstance(error, DoesNotFit) or not self._totals.tokens:
                     self.ended = True
                     self._release()
                     raise
+                chunk = self._finished("memory")
             self._tick()
             if chunk is None or chunk.finish_reason is None:
                 return chunk
@@ -278,11 +277,3 @@ def _close_contexts(decoding: Decoding) -> None:
     finally:
         if decoding.drafting is not None:
             decoding.drafting.close()
-
-
-def _lacks_memory(error: BaseException) -> bool:
-    # MLX raises RuntimeError: "[malloc] Unable to allocate", "[METAL] ... Insufficient Memory".
-    said = str(error).lower()
-    return isinstance(error, DoesNotFit | MemoryError) or (
-        isinstance(error, RuntimeError) and ("allocat" in said or "insufficient memory" in said)
-    )

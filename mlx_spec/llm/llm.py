@@ -31,9 +31,9 @@ from mlx_spec.llm.request import (
 )
 from mlx_spec.llm.text_stream import Answer
 from mlx_spec.llm.worker import Worker
+from mlx_spec.loading import loader
 from mlx_spec.loading.language_models import language_models
-from mlx_spec.loading.loader import LoadedModel, Source, load_pair, resolve, wired_limit
-from mlx_spec.loading.loader import load as load_model
+from mlx_spec.loading.loader import LoadedModel, Source, wired_limit
 from mlx_spec.loading.tokenizer import Tokenizer
 from mlx_spec.machine.memory import available_memory, check_cache_fits, gigabytes
 from mlx_spec.settings import KVConfig, Sampling, Speculation
@@ -52,7 +52,9 @@ def load(model: str | Path, draft: Draft = None, *, kv: KVConfig | None = None) 
     """
     _check_kv(kv)
     worker = Worker()
-    target, loaded_draft, entry = load_pair(model, draft, lambda source: worker.run(lambda: load_model(source)))
+    target, loaded_draft, entry = loader.load_pair(
+        model, draft, lambda source: worker.run(lambda: loader.load(source))
+    )
     llm = LLM(target, loaded_draft, kv if kv is not None or entry is None else entry.kv, worker)
     if entry is not None:
         llm.sampling, llm.speculation = entry.sampling, entry.speculation
@@ -87,7 +89,10 @@ class LLM:
         self._open, self._wired = 0, ExitStack()
         """Generations that have contexts; what is undone when there are none. Both are the worker's."""
         # What is lazy belongs to the thread that made it.
-        mx.eval([model.module.parameters() for model in (target, draft) if model is not None])
+        mx.eval([
+            value for model in (target, draft) if model is not None
+            for module in model.module.modules() for value in module.values() if isinstance(value, mx.array)
+        ])  # fmt: skip
         self._worker.run(functools.partial(self._set_up, target, draft, KVConfig() if kv is None else kv))
 
     def _set_up(self, target: LoadedModel, draft: LoadedModel | None, kv: KVConfig) -> None:
@@ -122,7 +127,7 @@ class LLM:
         `load` does, and MLXSpecError while a generation has not ended; nothing has changed then.
         """
         _check_kv(kv)
-        source = draft if draft is None or draft is False or isinstance(draft, LoadedModel) else resolve(draft)
+        source = draft if draft is None or draft is False or isinstance(draft, LoadedModel) else loader.resolve(draft)
         with self._lock:
             self._check_open()
             if any(not generation.ended for generation in self._generations):
@@ -132,7 +137,7 @@ class LLM:
     def _change(self, kv: KVConfig, draft: LoadedModel | Source | Literal[False] | None) -> None:
         target, before = self._loaded
         if isinstance(draft, Source):
-            draft = load_model(draft)
+            draft = loader.load(draft)
         self._set_up(target, before if draft is None else draft or None, kv)
         mx.clear_cache()
 

@@ -425,7 +425,7 @@ def test_a_target_that_cannot_be_rewound_is_decoded_plainly(
 def test_figures_of_real_answers_in_a_line(make: Make) -> None:
     both = figures(make(2), draft_tokens=3)
     parts = [f"{name} {part.accepted} of {part.drafted}" for name, part in sorted(both.by_drafter.items())]
-    assert f"of {both.drafted} drafts accepted ({', '.join(parts)}), K 0 to 3, prefill" in console.statistics_line(both)
+    assert f"of {both.drafted} drafts accepted ({', '.join(parts)}), K 3, prefill" in console.statistics_line(both)
     auto = figures(make(1), drafter="model")
     line = console.statistics_line(auto)
     least = min(auto.passes_by_draft_tokens)
