@@ -324,7 +324,8 @@ def test_a_pool_that_cannot_grow_ends_one_request_only(
     tokens = list(next(living).tokens)
     pages = in_use(llm)
     monkeypatch.setattr(pool, "available_memory", lambda: 1000)
-    with pytest.raises(DoesNotFit, match=r"no memory for \d+ more tokens .* GB\) beside [1-9].*--kv int8, or a --window"):
+    refused = r"no memory for \d+ more tokens .* GB\) beside [1-9].*--kv int8, or a --window"
+    with pytest.raises(DoesNotFit, match=refused):
         llm.generate(PROMPT * 2, max_tokens=4, speculation=speculation)
     assert in_use(llm) == pages  # what the failed one had is free again
     for chunk in living:
