@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mlx_spec.decoding.drafters.draft_model import model_offer, model_outlook
 from mlx_spec.decoding.drafters.lookup import lookup_outlook, match_offer
 from mlx_spec.decoding.schedule.costs import Costs
+from mlx_spec.decoding.schedule.learning import CostLearner, RoundTime
 from mlx_spec.decoding.schedule.offers import Outlook
 from mlx_spec.decoding.schedule.schedule import AutoSchedule, Schedule
 from mlx_spec.settings import LOOKUP, MODEL
@@ -88,14 +89,19 @@ def replay(
     random: Random | None = None,
     lookup: Suffixes | None = None,
     most_draft_tokens: int = 15,
+    learner: CostLearner | None = None,
 ) -> Replayed:
-    """Emit the whole trace. A draft model is offered if `costs` has one, lookup if an empty `lookup` is given."""
+    """Emit the whole trace. A draft model is offered if `costs` has one, lookup if an empty `lookup` is given. learner:
+    where the schedule's costs come from, if they are not known from the beginning; it is told what rounds really cost.
+    """
     accepts = outcomes(trace, random or Random(0))
     length = len(accepts)
     if lookup is not None:
         lookup.extend(trace.prompt)
     position = passes = drafted_in_all = accepted_in_all = parked = lag = 0
     cost = 0.0
+    if learner is not None:
+        schedule.reprice(learner.costs(0))
     while position < length:
         room = min(most_draft_tokens, length - position - 1)
         offers = [model_offer(room, lag)] if costs.draft_step is not None else []
@@ -104,7 +110,7 @@ def replay(
         if match is not None:
             offers.append(found := match_offer(match))
         choice = schedule.choose(offers)
-        offer, drafted, accepted = None, 0, 0
+        offer, drafted, accepted, read, drafting = None, 0, 0, 0, 0.0
         confidences: Sequence[float] = ()
         if choice is not None:
             offer, most = choice
@@ -114,7 +120,7 @@ def replay(
                     drafted += 1
                 confidences = trace.confidences[position : position + drafted]
                 accepted = _run(accepts[position : position + drafted])
-                cost += drafted * costs.draft + lag * costs.catching_up
+                read, drafting = lag, drafted * costs.draft + lag * costs.catching_up
                 # The draft has read all it drafted but the last.
                 lag = int(accepted == drafted)
             else:
@@ -126,8 +132,14 @@ def replay(
         else:
             lag += 1
             parked += schedule.parked
-        cost += costs.verify(drafted + 1)
-        schedule.observe(offer, drafted, accepted, confidences)
+        passed = drafting + costs.verify(drafted + 1)
+        cost += passed
+        seconds = passed * costs.plain
+        schedule.observe(offer, drafted, accepted, confidences, seconds if offer is not None else None)
+        if learner is not None:
+            drafter = offer.drafter if offer is not None else None
+            if learner.observe(position, RoundTime(drafted + 1, seconds, drafter, read, drafting * costs.plain)):
+                schedule.reprice(learner.costs(position))
         if lookup is not None:
             lookup.extend(trace.tokens[position : position + accepted + 1])
         position += accepted + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from random import Random
@@ -10,7 +11,10 @@ from typing import Any
 
 from replay import Trace, outlooks
 
+from mlx_spec.decoding.drafters.draft_model import Reading, model_outlook
+from mlx_spec.decoding.drafters.lookup import lookup_outlook
 from mlx_spec.decoding.schedule.costs import Costs
+from mlx_spec.decoding.schedule.learning import RoundTime
 from mlx_spec.decoding.schedule.schedule import AutoSchedule, Offer
 from mlx_spec.settings import LOOKUP, MODEL
 
@@ -40,6 +44,40 @@ class Recorded(AutoSchedule):
     def observe(self, offer: Offer | None, drafted: int, accepted: int, *more: Any) -> None:
         super().observe(offer, drafted, accepted, *more)
         self.rounds.append((drafted, accepted))
+
+
+class Learning:
+    """A `CostLearner` that is to find out `costs`: from the second sample of a figure on, since the first compiles. It
+    goes on from one answer to the next. What reading costs is known from the prompt."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._true = costs
+        self._samples: Counter[int | str] = Counter()
+
+    def costs(self, length: int) -> Costs:
+        rows = sorted(rows for rows, count in self._samples.items() if isinstance(rows, int) and count > 1)
+        plain = self._true.plain
+        target = tuple((count, plain * self._true.verify(count)) for count in rows) if rows[:1] == [1] else ()
+        return Costs(target, self._true.draft_step if self._samples["step"] > 1 else None, self._true.draft_row)
+
+    def observe(self, length: int, took: RoundTime) -> bool:
+        self._samples[took.rows] += 1
+        news = [took.rows]
+        if took.draft_seconds and took.read <= 1:
+            self._samples["step"] += 1
+            news.append("step")
+        return any(self._samples[name] == 2 for name in news)
+
+    def close(self) -> None:
+        pass
+
+
+def unknown(costs: Costs, drafters: Sequence[str] = (MODEL, LOOKUP)) -> AutoSchedule:
+    """A schedule that is yet to be told what passes cost, for a draft model that has read its prompt."""
+    reading = Reading()
+    reading.seconds = costs.draft_row
+    outlooks = [model_outlook(reading), lookup_outlook()]
+    return AutoSchedule(Costs((), None), 15, [outlook for outlook in outlooks if outlook.drafter in drafters])
 
 
 def uninformed(acceptance: Iterable[float], random: Random) -> Trace:

@@ -6,8 +6,8 @@ same where pages are not consecutive, and are gathered first. **Vector** and **t
 pages of any storage, or any number where something is hidden. **Gather**: the kernels' twin in plain MLX operations,
 for what a window hides.
 
-MLX keeps the memory of results for others of the same size. So what depends on the length is made in whole pages, and
-a pass that enters another page gives back what was kept for those before.
+MLX keeps the memory of results for others of the same size. So keys and values that are not a view are made in whole
+pages, and cut to the length by a view: a new size every 64 tokens, not at every token.
 """
 
 from __future__ import annotations
@@ -72,8 +72,6 @@ class AttentionPass:
             self._attend_to_pages = functools.partial(
                 registry.paged_attention, longest=longest, kernel=way, execute=execute
             )
-        if any(-(-start // PAGE) != -(-table.length // PAGE) for table, start in zip(tables, starts, strict=True)):
-            mx.clear_cache()
 
     def attend(
         self, layer: int, queries: mx.array, keys: mx.array, values: mx.array, scale: float

@@ -266,8 +266,8 @@ class AutoSchedule:
         """How many tokens of an offer would find out a cost, if that is promising; else 0."""
         standing, rows = self._standings[offer.drafter], self._costs.most_rows
         known = standing.step < math.inf
-        tokens = min(self._furthest, offer.tokens, rows - 1 + max(1, rows // 2)) if known else 1
-        if rows == 0 or (known and tokens < rows):
+        tokens = rows if known else 1
+        if rows == 0 or tokens > min(self._furthest, offer.tokens):
             return 0
         reach = standing.outlook.acceptance.reach(offer.kinds[:tokens])
         hoped = self._hoped.speedups(reach, standing.step if known else 0.0, standing.row, offer.lag)
