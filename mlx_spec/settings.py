@@ -23,14 +23,15 @@ def _number(inside: Callable[[Any], bool], name: str, value: object, accepted: s
     """`value` as a number of Python's own, whichever type of number it is."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise BadConfig(f"{name} is {value!r}, which is no number; give {accepted}.", setting=name)
-    _require(inside(value), name, value, accepted)
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+    number = int(value) if isinstance(value, numbers.Integral) else float(value)
+    _require(inside(number), name, value, accepted)
+    return number
 
 
 def _whole(inside: Callable[[Any], bool], name: str, value: object, accepted: str) -> int:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise BadConfig(f"{name} is {value!r}, which is no whole number; give {accepted}.", setting=name)
-    _require(inside(value), name, value, accepted)
+    _require(inside(int(value)), name, value, accepted)
     return int(value)
 
 

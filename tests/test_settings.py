@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 import math
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mlx_spec.errors import BadConfig
@@ -172,3 +176,59 @@ def test_ways_to_keep_keys_and_values(settings: dict[str, Any]) -> None:
     assert all(getattr(kv, name) == value for name, value in settings.items())
     with pytest.raises(dataclasses.FrozenInstanceError):
         kv.window = 100  # type: ignore[misc]
+
+
+ALL = Sampling(0.7, 5, 0.9, 0.1, 1.2, 0.5, 0.25, {3: 1.5, 5: -math.inf}, 7, 2)
+
+
+def test_settings_can_be_keys() -> None:
+    same = dataclasses.replace(ALL, logit_bias={5: -math.inf, 3: 1.5})
+    assert same == ALL
+    assert {ALL: "x", Speculation(3): "y", KVConfig(window=100): "z"}[same] == "x"
+    assert hash(same) == hash(ALL)
+    assert dataclasses.replace(ALL, logit_bias={3: 1.5}) != ALL
+    assert len({Sampling(), Sampling(logit_bias={}), Sampling(logit_bias={1: 1}), Sampling(logit_bias={1: 1.0})}) == 2
+
+
+def test_biases_are_a_mapping_that_stays() -> None:
+    given = {3: 1.5}
+    sampling = Sampling(logit_bias=given)
+    given[4] = 2.0
+    assert dict(sampling.logit_bias) == {3: 1.5}
+    biases: Any = sampling.logit_bias
+    for change in (
+        lambda: biases.__setitem__(3, 0), lambda: biases.__delitem__(3), lambda: biases.update({1: 1}), biases.clear,
+        biases.popitem, lambda: biases.pop(3), lambda: biases.setdefault(9, 1), lambda: biases.__ior__({1: 1}),
+    ):  # fmt: skip
+        with pytest.raises(TypeError):
+            change()
+    assert biases == {3: 1.5}
+    for other in (copy.copy(ALL), copy.deepcopy(ALL), pickle.loads(pickle.dumps(ALL)), dataclasses.replace(ALL)):
+        assert other == ALL
+        assert hash(other) == hash(ALL)
+    written = json.loads(json.dumps(dataclasses.asdict(ALL)))
+    assert written["logit_bias"] == {"3": 1.5, "5": -math.inf}
+
+
+@pytest.mark.parametrize("whole", [np.int64, np.int8, np.uint8])
+@pytest.mark.parametrize("real", [np.float32, np.float64, np.float16])
+def test_numbers_of_numpy_are_numbers(whole: Any, real: Any) -> None:
+    given = Sampling(real(0.5), whole(5), real(0.5), real(0.25), real(2), real(-0.5), whole(1), {whole(3): real(1.5)},
+                     whole(7), whole(2))  # fmt: skip
+    assert given == Sampling(0.5, 5, 0.5, 0.25, 2.0, -0.5, 1, {3: 1.5}, 7, 2)
+    values = [*dataclasses.asdict(given).values(), *given.logit_bias, *given.logit_bias.values()]
+    assert {type(value) for value in values} <= {int, float, type(given.logit_bias)}
+    assert json.loads(json.dumps(dataclasses.asdict(given)))["temperature"] == 0.5
+    assert json.dumps(dataclasses.asdict(Speculation(whole(3), most_draft_tokens=whole(2)))).startswith(
+        '{"draft_tokens": 3')
+    assert type(KVConfig(window=np.int64(100), sinks=whole(3)).sinks) is int
+
+
+def test_what_is_no_number_of_numpy_either() -> None:
+    for settings in ({"temperature": np.bool_(True)}, {"top_k": np.float64(2)}, {"seed": np.bool_(True)},
+                     {"temperature": np.float32("nan")}, {"temperature": np.array([1.0])},
+                     {"logit_bias": {np.bool_(True): 1.0}}, {"logit_bias": {1: np.bool_(True)}}):
+        with pytest.raises(BadConfig):
+            Sampling(**settings)  # type: ignore[arg-type]
+    with pytest.raises(BadConfig):
+        Speculation(np.bool_(True))  # type: ignore[arg-type]

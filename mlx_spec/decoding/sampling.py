@@ -91,7 +91,7 @@ def _nucleus_threshold(probabilities: mx.array, mass: mx.array, digit: int | Non
     Non-negative floats order as their bits do: the 30 bits of t are found from the top, `digit` of them at a time, each
     of their values tried by a masked sum over the row. One at a time is the least work, three the least passes.
     """
-    if probabilities.shape[-1] <= _SORTED:
+    if digit is None and probabilities.shape[-1] <= _SORTED:
         ascending = mx.sort(probabilities, axis=-1)
         enough = mx.cumsum(ascending, axis=-1, reverse=True) >= mass
         return mx.where(enough, ascending, 0).max(axis=-1, keepdims=True)

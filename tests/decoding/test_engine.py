@@ -19,9 +19,11 @@ from mlx_spec.architectures.context import Context, prefill
 from mlx_spec.architectures.paged import PagedContext, PagedModel
 from mlx_spec.decoding import engine
 from mlx_spec.decoding.drafters.draft_model import DraftModel
+from mlx_spec.decoding.drafters.lookup import Lookup
 from mlx_spec.decoding.drafting import Drafting
 from mlx_spec.decoding.engine import Decoding, Round
 from mlx_spec.decoding.schedule.schedule import FixedSchedule
+from mlx_spec.decoding.verification import verify_block, verify_tokenwise
 from mlx_spec.errors import MLXSpecError
 from mlx_spec.kv import PageTable
 from mlx_spec.settings import Sampling
@@ -783,3 +785,90 @@ def test_prefill_reads_with_both_models_and_leaves_the_last_token() -> None:
     assert sum(told) == 2 * (len(PROMPT) - 1)
     decoding.prefill(told.append)
     assert sum(told) == 2 * (len(PROMPT) - 1)
+
+
+# -- what no token is left of, and draws that do not depend on the limit ----------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("verify", [verify_block, verify_tokenwise])
+def test_logits_and_biases_that_leave_no_token_end_the_answer(k: int, temperature: float, verify: Any) -> None:
+    """The model allows two tokens after token 3 and the biases neither: seen in the first row and in a drafted one."""
+    table = np.zeros((SIZE, SIZE, SIZE))
+    table[:, 3] = -np.inf
+    table[:, 3, [1, 2]] = 0
+    allowed = {1: -np.inf, 2: -np.inf} | dict.fromkeys(range(4, SIZE), -np.inf)  # tokens 0 and 3 are left
+    sampling = Sampling(temperature=temperature, logit_bias=allowed | ({} if temperature else {3: 1.0}))
+    for prompt in ([5, 3], [5, 6]):
+        run = Run(TableModel(table), TableModel(np.zeros((SIZE, SIZE, SIZE))), sampling, prompt=prompt)
+        assert run.drafting is not None
+        run.drafting.verify = verify
+        with pytest.raises(MLXSpecError, match=r"^no token is left.*\.$"):
+            run.go(k)
+        assert run.made == ([] if prompt[-1] == 3 else run.made)
+        run.check()
+
+
+def test_a_draft_that_is_left_without_a_token_changes_nothing() -> None:
+    table = np.array(TableModel.random(1, SIZE).table)
+    for temperature in (0, 1):
+        sampling = Sampling(temperature=temperature)
+        for nothing in (-np.inf, np.nan):
+            run = Run(TableModel(table), TableModel(np.full((SIZE,) * 3, nothing)), sampling, seed=1)
+            made = run.go(3, 20)
+            assert all(finished.accepted == 0 or temperature == 0 for finished in run.rounds)
+            if temperature == 0:
+                assert made == Run(TableModel(table), None, sampling).go(0, 20)
+
+
+NEARLY = np.array(TableModel.random(1, SIZE).table)
+NEAR = NEARLY + 0.5 * np.array(TableModel.random(2, SIZE).table)
+
+
+def _beginning(seed: int, k: int, limit: int, verify: Any, kinds: str, **options: Any) -> list[int]:
+    sampling = Sampling(temperature=1, top_k=8, repetition_penalty=1.1)
+    drafters: list[Any] = [DraftModel(TableModel(NEAR).new_context(), sampling, SIZE)] if kinds != "lookup" else []
+    drafters += [Lookup(SIZE, shortest=1)] if kinds != "model" else []
+    tokens = PROMPT * 2
+    decoding = Decoding(tokens, TableModel(NEARLY).new_context(), Drafting(drafters, FixedSchedule(k), verify=verify),
+                        sampling=sampling, seed=seed, vocabulary_size=SIZE)  # fmt: skip
+    decoding.prefill()
+    for _ in decoding.rounds(limit=limit, **options):
+        pass
+    assert len(tokens) == 2 * len(PROMPT) + limit
+    return tokens[2 * len(PROMPT) :]
+
+
+@pytest.mark.parametrize("verify", [verify_block, verify_tokenwise])
+@pytest.mark.parametrize(("k", "kinds", "seeds"), [
+    (8, "model", 30), (1, "model", 10), (5, "model", 10), (0, "model", 5), (8, "lookup", 10), (6, "hybrid", 10),
+])  # fmt: skip
+def test_an_answer_begins_as_a_longer_one(k: int, kinds: str, seeds: int, verify: Any) -> None:
+    answers = set()
+    for seed in range(seeds):
+        longest = _beginning(seed, k, 40, verify, kinds)
+        answers.add(tuple(longest))
+        for limit in (1, 2, 5, 17):
+            assert _beginning(seed, k, limit, verify, kinds) == longest[:limit]
+    assert len(answers) == seeds
+
+
+def test_nothing_is_drafted_past_the_end_of_the_context() -> None:
+    run = Run(TARGET, SAME)
+    run.go(8, 10, room=10)
+    assert len(run.made) == 10
+    assert sum(finished.accepted + 1 for finished in run.rounds) == 10  # all are accepted, and none is cut
+    run = Run(TARGET, SAME)
+    run.go(8, 10)
+    assert sum(finished.accepted + 1 for finished in run.rounds) == 18
+
+
+def test_greedy_decoding_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("categorical", "uniform", "gumbel"):
+        monkeypatch.setattr(mx.random, name, lambda *_, **__: pytest.fail("a draw"))
+    for verify in (verify_block, verify_tokenwise):
+        run = Run()
+        assert run.drafting is not None
+        run.drafting.verify = verify
+        assert run.go(3, 20) == Run(TARGET, None).go(0, 20)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -107,9 +111,14 @@ def test_distribution_is_the_sorted_float64_one(
     np.testing.assert_allclose(got.sum(axis=1), 1, atol=1e-6)
 
 
+# By a sort, as of few columns, and by a search, one bit and three at a time.
+WAYS = pytest.mark.parametrize("digit", [None, 1, 3])
+
+
+@WAYS
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3000), st.floats(0, 1, exclude_min=True), st.booleans())
-def test_nucleus_threshold_is_exact(seed: int, size: int, top_p: float, ties: bool) -> None:
+def test_nucleus_threshold_is_exact(digit: int | None, seed: int, size: int, top_p: float, ties: bool) -> None:
     """On multiples of 2**-22 every sum is exact, so the threshold must be the sorted one to the last bit."""
     generator = np.random.default_rng(seed)
     grains = generator.multinomial(2**22, generator.dirichlet(np.full(size, generator.choice([0.05, 1, 50]))))
@@ -118,22 +127,72 @@ def test_nucleus_threshold_is_exact(seed: int, size: int, top_p: float, ties: bo
     total = int(grains.sum())
     wanted = math.ceil(top_p * total)
     rows = mx.array((grains / 2**22).astype(np.float32))[None]
-    got = module._nucleus_threshold(rows, mx.array([[wanted / 2**22]]))
+    got = module._nucleus_threshold(rows, mx.array([[wanted / 2**22]]), digit)
     descending = np.sort(grains)[::-1]
     place = int(np.argmax(np.cumsum(descending) >= wanted))
     least = descending[place] / 2**22
     np.testing.assert_array_equal(np.array(rows >= got)[0], grains / 2**22 >= least)
 
 
+@WAYS
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.floats(2**-100, 0.5, width=32), st.integers(1, 300))
-def test_nucleus_threshold_parts_neighbouring_floats(value: float, below: int) -> None:
+def test_nucleus_threshold_parts_neighbouring_floats(digit: int | None, value: float, below: int) -> None:
     likeliest = np.float32(value)
     row = np.full(5, likeliest)
     for _ in range(below):
         row[1:] = np.nextafter(row[1:], np.float32(0))
-    threshold = module._nucleus_threshold(mx.array(row)[None], mx.array([[float(likeliest) / 2]]))
+    threshold = module._nucleus_threshold(mx.array(row)[None], mx.array([[float(likeliest) / 2]]), digit)
     assert threshold.item() == likeliest
+
+
+def test_few_columns_are_sorted_and_many_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+    rows = mx.softmax(mx.random.normal((2, 6000), key=mx.random.key(0)), axis=-1)
+    mass = mx.full((2, 1), 0.9)
+    searched = module._nucleus_threshold(rows, mass, 1)
+    for digit in (2, 3, 5):
+        np.testing.assert_array_equal(module._nucleus_threshold(rows, mass, digit), searched)
+    with monkeypatch.context() as patched:
+        patched.setattr(mx, "sort", never)
+        np.testing.assert_array_equal(module._nucleus_threshold(rows, mass), searched)
+    monkeypatch.setattr(mx, "arange", never)
+    module._nucleus_threshold(rows[:, :4000], mass)
+
+
+LIBRARIES = """
+import sys
+from pathlib import Path
+import mlx.core as mx
+from mlx_spec.decoding.sampling import distribution, draw
+from mlx_spec.decoding.verification import verify_block, verify_tokenwise
+from mlx_spec.settings import Sampling
+key = mx.random.key(0)
+for columns in (100, 5000):
+    logits = mx.random.normal((3, columns), key=key)
+    for temperature in (0, 0.5, 0.7, 1):
+        for top_k, top_p, min_p in ((0, 1, 0), (7, 1, 0), (9, 0.3, 0), (0, 0.9, 0), (0, 0.95, 0.1), (50, 0.8, 0.2)):
+            sampling = Sampling(temperature, top_k, top_p, min_p, 1.3, 0.2, 0.1, {3: 1.5, 4: -2})
+            p = distribution(logits, sampling, columns, mx.ones((1, columns)))
+            mx.eval(draw(p, key), verify_block(p, p[:2], draw(p, key)[:2], key),
+                    verify_tokenwise(p, p[:2], draw(p, key)[:2], key))
+double = mx.compile(lambda x: mx.exp(x) * 2)
+before = len([*Path(sys.argv[1]).rglob("*.so")])
+mx.eval(double(mx.ones((5,))))
+print(before, len([*Path(sys.argv[1]).rglob("*.so")]) - before)
+"""
+
+
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="libraries in TMPDIR are the CPU backend's")
+def test_all_settings_together_compile_next_to_nothing(tmp_path: Path) -> None:
+    """MLX's CPU backend compiles a C++ library for each fused kernel and each constant in it, about a second each."""
+    done = subprocess.run([sys.executable, "-c", LIBRARIES, str(tmp_path)], env=os.environ | {"TMPDIR": str(tmp_path)},
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    libraries, of_a_fused_kernel = map(int, done.stdout.split())
+    assert libraries <= 4
+    assert of_a_fused_kernel == 1  # they are counted where they are made
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.9, 0.999999])
@@ -252,6 +311,33 @@ def test_draw_never_takes_what_has_no_probability() -> None:
     for seed in range(20):
         tokens = np.array(draw(rows, mx.random.key(seed)))
         assert (np.take_along_axis(probabilities, tokens[:, None], axis=1) > 0).all()
+
+
+@pytest.mark.parametrize("row", [[NEVER] * 3, [math.nan] * 3, [0, 1, math.nan]])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_a_row_that_leaves_no_token_is_seen(row: list[float], filters: dict[str, Any]) -> None:
+    for temperature in (0, 1):
+        sampling = Sampling(temperature=temperature, **filters)
+        assert module.leave_tokens(distribution(mx.array([[NEVER, 0.0, 2]] * 2), sampling, 3)).item()
+        if temperature or row[0] == NEVER:  # of a NaN among numbers the engine looks at the logits
+            assert not module.leave_tokens(distribution(mx.array([[0.0, 1, 2], row]), sampling, 3)).item()
+
+
+def test_a_bias_cannot_bring_back_what_the_model_forbids() -> None:
+    got = _distribution([[NEVER, 0, 1]], Sampling(temperature=1, logit_bias={0: 1e9, 1: NEVER}))
+    np.testing.assert_array_equal(got, [[0, 0, 1]])
+
+
+def test_what_is_certain_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.random, "categorical", lambda *_, **__: pytest.fail("a draw"))
+    rows = distribution(mx.array([[0.0, 3, 1], [5.0, 5, 5]]), Sampling(top_p=0.5), 3)
+    np.testing.assert_array_equal(draw(rows, mx.random.key(0)), [1, 0])
+
+
+def test_rounds_of_a_seed_have_keys_of_their_own() -> None:
+    seeds = [0, 1, 2, 2**32, 2**64 - 1]
+    keys = {tuple(module.round_key(seed, count).tolist()) for seed in seeds for count in range(1, 1000)}
+    assert len(keys) == len(seeds) * 999
 
 
 def test_draw_from_certainty() -> None:

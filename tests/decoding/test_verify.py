@@ -230,6 +230,21 @@ def test_greedy_drafts_of_a_greedy_target_are_accepted_up_to_the_first_differenc
             assert following.item() == wanted[min(agreeing, k)]
 
 
+@BOTH
+def test_a_certain_target_is_that_of_its_rows(law: Verify) -> None:
+    """Tokens alone give what rows with all their weight on them give, from any draft."""
+    size, generator = 5, np.random.default_rng(0)
+    for seed in range(60):
+        k = 1 + seed % 4
+        wanted, drafted = generator.integers(0, 2, k + 1), generator.integers(0, 2, k)
+        for draft in (mx.eye(size)[mx.array(drafted)], mx.full((k, size), 1 / size)):
+            given = mx.array(drafted), mx.random.key(seed)
+            certain = law(mx.array(wanted, mx.int32), draft, *given)
+            rows = law(mx.eye(size)[mx.array(wanted)], draft, *given)
+            assert [array.tolist() for array in certain] == [array.tolist() for array in rows]
+            assert [array.dtype for array in certain] == [mx.int32, mx.int32]
+
+
 def test_equal_rows_are_accepted_in_spite_of_rounding() -> None:
     """Rows that differ by rounding, as passes of another number of rows make them."""
     logits = 3 * mx.random.normal((5, 5000), key=mx.random.key(0))

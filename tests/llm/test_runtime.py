@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_logits_of_what_are_no_ids(llm: LLM, tokens: Any) -> None:
     {"stop_tokens": ["a"]}, {"stop_tokens": 5}, {"stop_tokens": "5"}, {"stop_tokens": None}, {"stop_tokens": [1.0]},
     {"stop_tokens": [-1]}, {"stop_tokens": [263]}, {"sampling": Sampling(logit_bias={263: 1})},
     {"sampling": Sampling(logit_bias={10**12: 1})},
+    {"sampling": Sampling(logit_bias=dict.fromkeys(range(263), -math.inf))},
 ])  # fmt: skip
 def test_what_is_no_setting(llm: LLM, options: dict[str, Any]) -> None:
     assert llm.vocabulary_size == 263
