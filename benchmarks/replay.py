@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from mlx_spec.decoding.drafters.draft_model import model_offer, model_outlook
 from mlx_spec.decoding.drafters.lookup import lookup_outlook, match_offer
+from mlx_spec.decoding.schedule.automatic import AutoSchedule
 from mlx_spec.decoding.schedule.costs import Costs
 from mlx_spec.decoding.schedule.learning import CostLearner, RoundTime
 from mlx_spec.decoding.schedule.offers import Outlook
-from mlx_spec.decoding.schedule.schedule import AutoSchedule, Schedule
+from mlx_spec.decoding.schedule.schedule import Schedule
 from mlx_spec.settings import LOOKUP, MODEL
 
 if TYPE_CHECKING:

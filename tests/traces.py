@@ -13,9 +13,10 @@ from replay import Trace, outlooks
 
 from mlx_spec.decoding.drafters.draft_model import Reading, model_outlook
 from mlx_spec.decoding.drafters.lookup import lookup_outlook
+from mlx_spec.decoding.schedule.automatic import AutoSchedule
 from mlx_spec.decoding.schedule.costs import Costs
 from mlx_spec.decoding.schedule.learning import RoundTime
-from mlx_spec.decoding.schedule.schedule import AutoSchedule, Offer
+from mlx_spec.decoding.schedule.offers import Offer
 from mlx_spec.settings import LOOKUP, MODEL
 
 TABLES = {

@@ -14,8 +14,10 @@ from traces import TABLES, Recorded, trace, uninformed
 from mlx_spec.decoding.drafters.draft_model import model_offer
 from mlx_spec.decoding.drafters.lookup import match_offer
 from mlx_spec.decoding.drafters.suffixes import Match
+from mlx_spec.decoding.schedule.automatic import AutoSchedule
 from mlx_spec.decoding.schedule.costs import Costs
-from mlx_spec.decoding.schedule.schedule import AutoSchedule, FixedSchedule, Offer
+from mlx_spec.decoding.schedule.offers import Offer
+from mlx_spec.decoding.schedule.schedule import FixedSchedule
 
 MODEL = model_offer(15)
 
@@ -214,9 +216,20 @@ def test_after_other_costs_probes_have_their_price() -> None:
     assert schedule.choose([MODEL]) == (MODEL, 1)
 
 
-def test_what_no_pass_can_hold_is_never_probed() -> None:
+def test_a_row_that_is_not_known_waits_until_its_worst_case_is_within_the_share() -> None:
+    """A plain pass more at most: 3% of 34."""
     schedule = automatic(TABLES["CPU"], 15, drafters=["lookup"])
     schedule.reprice(Costs(((1, 1.0),), None))
+    assert schedule.choose([match(3, 5)]) is None
+    assert schedule.plain_rounds() == 34
+    for _ in range(34):
+        schedule.observe(None, 0, 0, ())
+    assert schedule.choose([match(3, 5)]) == (match(3, 5), 1)
+
+
+def test_without_any_known_cost_nothing_is_drafted() -> None:
+    schedule = automatic(TABLES["CPU"], 15, drafters=["lookup"])
+    schedule.reprice(Costs((), None))
     assert schedule.choose([match(3, 5)]) is None
     assert schedule.plain_rounds() == sys.maxsize
 

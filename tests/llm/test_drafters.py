@@ -25,7 +25,8 @@ from mlx_spec.cli import console
 from mlx_spec.decoding.drafters import building
 from mlx_spec.decoding.drafters.draft_model import DraftModel
 from mlx_spec.decoding.drafting import Drafting
-from mlx_spec.decoding.schedule.schedule import AutoSchedule, FixedSchedule
+from mlx_spec.decoding.schedule.automatic import AutoSchedule
+from mlx_spec.decoding.schedule.schedule import FixedSchedule
 from mlx_spec.decoding.verification import verify_block, verify_tokenwise
 from mlx_spec.errors import BadConfig
 from mlx_spec.llm.llm import LLM

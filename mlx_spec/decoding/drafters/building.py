@@ -11,9 +11,10 @@ from mlx_spec.decoding.drafters.draft_model import DraftModel, draft_context
 from mlx_spec.decoding.drafters.lookup import Lookup
 from mlx_spec.decoding.drafters.protocol import Drafter
 from mlx_spec.decoding.drafting import Drafting
+from mlx_spec.decoding.schedule.automatic import AutoSchedule
 from mlx_spec.decoding.schedule.costs import Costs
 from mlx_spec.decoding.schedule.learning import CostLearner
-from mlx_spec.decoding.schedule.schedule import AutoSchedule, FixedSchedule
+from mlx_spec.decoding.schedule.schedule import FixedSchedule
 from mlx_spec.decoding.verification import verify_block, verify_tokenwise
 from mlx_spec.errors import BadConfig
 from mlx_spec.settings import HYBRID, LOOKUP, MODEL, NO_DRAFTER, SMALLEST_WINDOW, Sampling, Speculation
