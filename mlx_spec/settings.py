@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import numbers
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from mlx_spec.errors import BadConfig
@@ -19,25 +19,19 @@ def _require(condition: bool, name: str, value: object, accepted: str) -> None:
         raise BadConfig(f"{name} is {value!r}; give {accepted}.", setting=name)
 
 
-def _number(inside: Callable[[Any], bool], name: str, value: object, accepted: str) -> float:
-    """`value` as a number of Python's own, whichever type of number it is."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise BadConfig(f"{name} is {value!r}, which is no number; give {accepted}.", setting=name)
-    number = int(value) if isinstance(value, numbers.Integral) else float(value)
+def _number(kind: Any, inside: Callable[[Any], bool], name: str, value: Any, accepted: str) -> Any:
+    """`value` as a number of Python's own; kind: `Real` or `Integral`, whatever type that is of."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        what = "number" if kind is Real else "whole number"
+        raise BadConfig(f"{name} is {value!r}, which is no {what}; give {accepted}.", setting=name)
+    number = int(value) if isinstance(value, Integral) else float(value)
     _require(inside(number), name, value, accepted)
     return number
 
 
-def _whole(inside: Callable[[Any], bool], name: str, value: object, accepted: str) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise BadConfig(f"{name} is {value!r}, which is no whole number; give {accepted}.", setting=name)
-    _require(inside(int(value)), name, value, accepted)
-    return int(value)
-
-
-def _settle(settings: object, check: Any, inside: Callable[[Any], bool], name: str, accepted: str) -> None:
-    """Check a field of frozen settings with `_number` or `_whole`, and keep what that makes of it."""
-    object.__setattr__(settings, name, check(inside, name, getattr(settings, name), accepted))
+def _settle(settings: object, kind: Any, inside: Callable[[Any], bool], name: str, accepted: str) -> None:
+    """Check a field of frozen settings, and keep it as a number of Python's own."""
+    object.__setattr__(settings, name, _number(kind, inside, name, getattr(settings, name), accepted))
 
 
 def _require_one_of(accepted: tuple[str, ...], name: str, value: object) -> None:
@@ -94,29 +88,29 @@ class Sampling:
     """Token id -> amount added to its logit."""
     seed: int | None = None
     """The same seed gives the same output; None draws a new one per request. `max_tokens` does not change how an
-    answer begins, except with `draft_tokens` "auto", which drafts less towards the limit, and, where drafting is cut,
-    in the last K tokens before the context's end."""
+    answer begins, but with `draft_tokens` "auto" and in the last K tokens before the context's end, where it drafts
+    less."""
     top_logprobs: int | None = None
     """Report each token's log-probability and those of the n likeliest tokens; None reports nothing."""
 
     def __post_init__(self) -> None:
-        _settle(self, _number, lambda t: 0 <= t <= _LARGEST, "temperature", "0 (greedy) to 1e9")
-        _settle(self, _whole, lambda k: k >= 0, "top_k", "0 (off) or more")
-        _settle(self, _number, lambda p: 0 < p <= 1, "top_p", "more than 0 and at most 1 (off)")
-        _settle(self, _number, lambda p: 0 <= p <= 1, "min_p", "0 (off) to 1")
-        _settle(self, _number, lambda x: 1 / _LARGEST <= x <= _LARGEST, "repetition_penalty", "1e-9 to 1e9; 1 is off")
+        _settle(self, Real, lambda t: 0 <= t <= _LARGEST, "temperature", "0 (greedy) to 1e9")
+        _settle(self, Integral, lambda k: k >= 0, "top_k", "0 (off) or more")
+        _settle(self, Real, lambda p: 0 < p <= 1, "top_p", "more than 0 and at most 1 (off)")
+        _settle(self, Real, lambda p: 0 <= p <= 1, "min_p", "0 (off) to 1")
+        _settle(self, Real, lambda x: 1 / _LARGEST <= x <= _LARGEST, "repetition_penalty", "1e-9 to 1e9; 1 is off")
         for name in ("presence_penalty", "frequency_penalty"):
-            _settle(self, _number, lambda x: abs(x) <= _LARGEST, name, "-1e9 to 1e9; 0 is off")
+            _settle(self, Real, lambda x: abs(x) <= _LARGEST, name, "-1e9 to 1e9; 0 is off")
         _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping of ids to numbers")
         object.__setattr__(self, "logit_bias", _Biases(
-            (_whole(lambda n: n >= 0, "logit_bias", token, "token ids of 0 or more"),
-             _number(lambda x: x == -math.inf or abs(x) <= _LARGEST, "logit_bias", bias, "-1e9 to 1e9, or -inf"))
+            (_number(Integral, lambda n: n >= 0, "logit_bias", token, "token ids of 0 or more"),
+             _number(Real, lambda x: x == -math.inf or abs(x) <= _LARGEST, "logit_bias", bias, "-1e9 to 1e9, or -inf"))
             for token, bias in self.logit_bias.items()
         ))  # fmt: skip
         if self.seed is not None:
-            _settle(self, _whole, lambda n: 0 <= n < 2**64, "seed", "0 to 2**64 - 1")
+            _settle(self, Integral, lambda n: 0 <= n < 2**64, "seed", "0 to 2**64 - 1")
         if self.top_logprobs is not None:
-            _settle(self, _whole, lambda n: 0 <= n <= 100, "top_logprobs", "0 to 100")
+            _settle(self, Integral, lambda n: 0 <= n <= 100, "top_logprobs", "0 to 100")
 
     @property
     def penalises(self) -> bool:
@@ -154,12 +148,12 @@ class Speculation:
     def __post_init__(self) -> None:
         most = MOST_DRAFT_TOKENS
         if self.draft_tokens != "auto":
-            _settle(self, _whole, lambda k: 0 <= k <= most, "draft_tokens", f"0 (no speculation) to {most}, or auto")
+            _settle(self, Integral, lambda k: 0 <= k <= most, "draft_tokens", f"0 (no speculation) to {most}, or auto")
         if self.drafter is not None:
             _require_one_of(DRAFTERS, "drafter", self.drafter)
         _require_one_of(VERIFICATIONS, "verification", self.verification)
         most = MOST_AUTO_DRAFT_TOKENS
-        _settle(self, _whole, lambda k: 1 <= k <= most, "most_draft_tokens", f"1 to {most}")
+        _settle(self, Integral, lambda k: 1 <= k <= most, "most_draft_tokens", f"1 to {most}")
 
     @property
     def plain(self) -> bool:
@@ -189,7 +183,7 @@ class KVConfig:
         for name in ("storage", "draft_storage"):
             _require_one_of(STORAGES, name, getattr(self, name))
         if self.sinks is not None and self.sinks != "system":
-            _settle(self, _whole, lambda n: 0 <= n <= 65536, "sinks", "0 to 65536, or system")
+            _settle(self, Integral, lambda n: 0 <= n <= 65536, "sinks", "0 to 65536, or system")
         if self.window is None:
             if self.sinks is not None:
                 raise BadConfig(
@@ -198,7 +192,7 @@ class KVConfig:
                 )  # fmt: skip
         else:
             least = max(SMALLEST_WINDOW, self.sinks) if isinstance(self.sinks, int) else SMALLEST_WINDOW
-            _settle(self, _whole, lambda n: n >= least, "window",
+            _settle(self, Integral, lambda n: n >= least, "window",
                     f"at least {least}: more than a round of drafts, and no fewer than the sinks")
 
 

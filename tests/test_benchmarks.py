@@ -70,3 +70,15 @@ def test_ways_to_verify(tmp_path: Path, pair: list[str]) -> None:
         for count, (equality, token) in enumerate(zip(summary[kind]["equality"], summary[kind]["token"], strict=True)):
             assert 1 <= equality <= token <= count + 2
     assert summary["block / token"]["chat"][0] == pytest.approx(1)  # of one draft there is no block
+
+
+def test_ways_to_find_the_threshold_of_top_p(tmp_path: Path) -> None:
+    results = tmp_path / "sampling.json"
+    run(tmp_path, "sampling.py", "--columns", "300", "5000", "--rows", "1", "2", "--repeats", "1",
+        "--output", str(results))  # fmt: skip
+    found = json.loads(results.read_text())
+    assert len(found["rows"]) == 2 * 2 * 2 * 4
+    for row in found["rows"]:
+        for way in ("sort", "bisection"):  # but for the rounding of sums
+            assert row["kept"]["search"] == pytest.approx(row["kept"][way], rel=2e-3)
+    assert len(found["draws"]) == 4

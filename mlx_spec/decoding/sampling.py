@@ -9,6 +9,7 @@ Nothing here is compiled: MLX's CPU backend would build a library for every cons
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import mlx.core as mx
 import numpy as np
@@ -98,8 +99,7 @@ def _nucleus_threshold(probabilities: mx.array, mass: mx.array, digit: int | Non
     digit = digit or (3 if mx.default_device() == mx.Device(mx.gpu) else 1)
     padded = mx.pad(probabilities, [(0, 0), (0, -probabilities.shape[-1] % _SUMS)])
     padded = padded.reshape(len(padded), 1, _SUMS, -1)
-    bits = padded.view(mx.int32)
-    steps = mx.arange(1, 1 << digit)
+    bits, steps = padded.view(mx.int32), mx.arange(1, 1 << digit)
     low = mx.zeros(mass.shape, mx.int32)  # holds: the mass of `low` and more suffices, or `low` is 0
     for position in range(30 - digit, -1, -digit):  # 1.0 is 0x3f800000: bits 0 to 29
         tried = low + steps * (1 << position)  # (n, values)
@@ -121,16 +121,8 @@ def draw(distributions: mx.array, key: mx.array) -> mx.array:
 
 
 def round_key(seed: int, committed: int) -> mx.array:
-    """What the draws of the round after `committed` tokens come from: never the same for two rounds of one seed."""
-    return mx.random.key(_mixed(_mixed(seed) + committed))
-
-
-def _mixed(number: int) -> int:
-    """One step of SplitMix64 (Steele et al. 2014), a permutation of the 64-bit numbers."""
-    number = (number + 0x9E3779B97F4A7C15) % 2**64
-    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    number = (number ^ number >> 27) * 0x94D049BB133111EB % 2**64
-    return number ^ number >> 31
+    """What all draws of the round after `committed` tokens come from."""
+    return mx.random.key(int.from_bytes(blake2b(b"%d %d" % (seed, committed), digest_size=8).digest()))
 
 
 def count_tokens(tokens: Sequence[int], vocabulary_size: int) -> mx.array:

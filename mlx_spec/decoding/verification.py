@@ -31,7 +31,7 @@ def verify_tokenwise(target: mx.array, draft: mx.array, tokens: mx.array, key: m
         return _verify_certain(target, tokens)
     accept_key, next_key = mx.random.split(key)
     target_at, draft_at = _probabilities_of(tokens, target, draft)
-    uniform = _uniform(tokens.size, accept_key)
+    uniform = mx.random.uniform(shape=(MOST_DRAFT_TOKENS,), key=accept_key)[: tokens.size]  # the same whatever k is
     # The second test keeps rounding from ever rejecting a token the target likes at least as well.
     accepts = (uniform * draft_at < target_at) | (target_at >= draft_at)
     accepted = mx.cumprod(accepts.astype(mx.int32)).sum()
@@ -63,7 +63,7 @@ def verify_block(target: mx.array, draft: mx.array, tokens: mx.array, key: mx.ar
     # Before a row of the draft that is no distribution the target is on its own, as `_draw_next` has it: all is left.
     left = mx.where(mx.isnan(left), weight[1:k], left)
     left = mx.concatenate([left, weight[k:]])  # (k,): nothing is to be subtracted after the last draft
-    uniform = _uniform(k, accept_key)
+    uniform = mx.random.uniform(shape=(MOST_DRAFT_TOKENS,), key=accept_key)[:k]
     # 0 < 0 where the row after a prefix is the draft's own: then what is drafted next is accepted, and the prefix too.
     accepts = uniform * (left + 1 - weight[1:]) < left
     accepted = mx.where(accepts, mx.arange(1, k + 1), 0).max()
@@ -74,11 +74,6 @@ def verify_block(target: mx.array, draft: mx.array, tokens: mx.array, key: mx.ar
 def _verify_certain(target: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
     accepted = mx.cumprod((target[: tokens.size] == tokens).astype(mx.int32)).sum().astype(mx.int32)
     return accepted, mx.take(target, accepted, axis=0)[None]
-
-
-def _uniform(k: int, key: mx.array) -> mx.array:
-    """(k,), the first of numbers that do not depend on k."""
-    return mx.random.uniform(shape=(MOST_DRAFT_TOKENS,), key=key)[:k]
 
 
 def _probabilities_of(tokens: mx.array, target: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
