@@ -22,6 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from common import RESULTS, save
 from replay import Trace, automatic, copied_runs, least_cost, outcomes, replay
@@ -53,7 +54,9 @@ def distributions(context: Context, tokens: Sequence[int], sampling: Sampling, s
     for start in range(0, len(tokens), CHUNK):
         logits = context.extend(tokens[start : start + CHUNK])
         confident = distribution(logits, Sampling(temperature=1), size).max(axis=-1)
-        for row, confidence in zip(distribution(logits, sampling, size), confident.tolist(), strict=True):
+        rows = distribution(logits, sampling, size)
+        rows = rows if rows.ndim == 2 else mx.eye(size)[rows]  # greedy: tokens alone
+        for row, confidence in zip(rows, confident.tolist(), strict=True):
             yield np.array(row, np.float64), confidence
     context.close()
 

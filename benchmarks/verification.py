@@ -80,7 +80,8 @@ def measured(llm: LLM, prompt: list[int], k: int, rounds: int, sampling: Samplin
         rows = distribution(target.extend(read), sampling, size)  # (k + 1, vocabulary)
         accepted, following = verify_block(rows, proposal.probabilities, proposal.tokens, verify_key)
         drafts = np.array(proposal.tokens)
-        p, q = (np.array(x.astype(mx.float32)).astype(np.float64) for x in (rows, proposal.probabilities))
+        p, q = (np.array(x if x.ndim == 2 else mx.eye(size)[x]).astype(np.float64)
+                for x in (rows, proposal.probabilities))  # fmt: skip
         expected = {
             way: [emitted(p[: count + 1], q[:count], drafts[:count]) for count in range(1, k + 1)]
             for way, emitted in WAYS.items()

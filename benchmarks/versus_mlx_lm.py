@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -31,9 +32,12 @@ from mlx_lm.utils import load as load_reference
 
 from mlx_spec import LLM, Sampling, Speculation
 from mlx_spec.architectures.context import prefill
+from mlx_spec.calibration.learner import Learner
 from mlx_spec.cli.bench.prompts import KINDS, PROMPTS
+from mlx_spec.decoding.drafters.draft_model import DraftModel
 from mlx_spec.decoding.engine import Decoding
 from mlx_spec.llm.llm import load
+from mlx_spec.settings import MODEL
 
 
 @dataclass
@@ -73,13 +77,12 @@ class OurPrompt:
     def decode(self, speculation: Speculation, temperature: float, count: int) -> Run:
         llm, sampling = self.llm, Sampling(temperature=temperature)
         target, size, drafters = self.target.fork(), llm.vocabulary_size, llm._drafters
-        drafting = drafters.start(drafters.chosen(speculation), speculation.verification, sampling, 0, size)
-        if drafting is not None and drafting.model is not None:
-            drafting.model.context = self.draft.fork()
+        learner = functools.partial(self.learner, sampling)
+        drafting = drafters.drafting(drafters.chosen(speculation), speculation, sampling, 0, size, learner)
+        if drafting is not None and isinstance(model := drafting._drafters.get(MODEL), DraftModel):
+            model.context = self.draft.fork()
         decoding = Decoding(list(self.prompt), target, drafting, sampling=sampling, seed=0, vocabulary_size=size)
         decoding.prefill()  # what lookup reads, before the clock starts
-        if drafting is not None:
-            drafters.schedule(drafting, speculation, sampling, target)
         started = started_quietly()
         rounds = list(decoding.rounds(limit=count, end_tokens=llm.tokenizer.end_tokens))
         elapsed = since(started)
@@ -88,6 +91,9 @@ class OurPrompt:
             drafting.close()
         log = [(r.drafter, r.drafted, r.accepted) for r in rounds]
         return Run(sum(len(r.tokens) for r in rounds), len(rounds), *elapsed, decoding.tokens[len(self.prompt) :], log)
+
+    def learner(self, sampling: Sampling, drafting: bool) -> Learner:
+        return self.llm._calibrations.learner(sampling, self.llm.vocabulary_size, drafting=drafting)
 
     def close(self) -> None:
         self.target.close()

@@ -195,6 +195,11 @@ class KVConfig:
             _settle(self, Integral, lambda n: n >= least, "window",
                     f"at least {least}: more than a round of drafts, and no fewer than the sinks")
 
+    @property
+    def visible_sinks(self) -> int | Literal["system"]:
+        """`sinks`, with what None stands for."""
+        return DEFAULT_SINKS if self.sinks is None else self.sinks
+
 
 DEFAULT_SINKS = 4
 """As many as the paper needs for a stream to stay fluent."""

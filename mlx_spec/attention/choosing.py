@@ -212,11 +212,10 @@ def kernel_variants(shape: Shape, way: Way) -> list[registry.Variant]:
     return list(dict.fromkeys([*attending, combine]))
 
 
-def pool_shape(pool: PagePool, rows: int, heads: int, length: int | None = None, batch: int = 1) -> Shape:
-    """Of attention over `length` positions of a pool, by default as many as it holds."""
+def pool_shape(pool: PagePool, rows: int, heads: int, length: int, batch: int = 1) -> Shape:
+    """Of attention over `length` positions of a pool."""
     storage = mx.int8 if pool.int8 else pool.dtype
-    held = pool.pages_in_use * PAGE if length is None else length
-    return Shape(heads, pool.kv_heads, pool.head_dim, storage, pool.dtype, rows, held, batch)
+    return Shape(heads, pool.kv_heads, pool.head_dim, storage, pool.dtype, rows, length, batch)
 
 
 @functools.cache

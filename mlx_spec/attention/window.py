@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_spec.errors import BadConfig
 from mlx_spec.kv import PAGE
-from mlx_spec.settings import DEFAULT_SINKS, SMALLEST_WINDOW, KVConfig
+from mlx_spec.settings import SMALLEST_WINDOW, KVConfig
 
 Encode = Callable[[Any], list[int]]
 
@@ -25,7 +25,7 @@ def sinks_of(
     """
     window = kv.window
     assert window is not None
-    sinks = DEFAULT_SINKS if kv.sinks is None else kv.sinks
+    sinks = kv.visible_sinks
     if sinks == "system":
         sinks = _system_tokens(prompt, tokens, encode)
     if sinks > window:

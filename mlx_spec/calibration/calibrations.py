@@ -60,7 +60,7 @@ class Calibrations:
         self._target = f"{self._where}; target {_identity(target)} in {kv.storage}"
         self._visible: int | None = None
         if kv.window is not None:
-            sinks = DEFAULT_SINKS if kv.sinks is None else kv.sinks
+            sinks = kv.visible_sinks
             self._visible = kv.window + (sinks if isinstance(sinks, int) else DEFAULT_SINKS)
             self._target += f"; window {kv.window} and {sinks}"
 

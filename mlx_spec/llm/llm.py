@@ -17,8 +17,9 @@ from mlx_spec.attention.window import IN_PASSING, sinks_of
 from mlx_spec.calibration.calibrations import Calibrations
 from mlx_spec.decoding.drafters.building import Drafters
 from mlx_spec.decoding.engine import Decoding
-from mlx_spec.errors import BadConfig, DoesNotFit, MLXSpecError
+from mlx_spec.errors import BadConfig, MLXSpecError
 from mlx_spec.llm.completion import Completion
+from mlx_spec.llm.evaluation import logits_of
 from mlx_spec.llm.generation import Generation
 from mlx_spec.llm.request import (
     PrefillProgress,
@@ -35,11 +36,9 @@ from mlx_spec.loading import loader
 from mlx_spec.loading.language_models import language_models
 from mlx_spec.loading.loader import LoadedModel, Source, wired_limit
 from mlx_spec.loading.tokenizer import Tokenizer
-from mlx_spec.machine.memory import available_memory, check_cache_fits, gigabytes
+from mlx_spec.machine.memory import check_cache_fits
 from mlx_spec.settings import KVConfig, Sampling, Speculation
 
-_LOGITS_ROWS = 64
-"""Of `LLM.logits`, computed at once."""
 Draft = str | Path | Literal[False] | None
 
 
@@ -218,23 +217,7 @@ class LLM:
             checked = checked_prompt_ids(checked_prompt(tokens), self._columns)
             _, planned, sinks = self._limits(checked, checked, 0, raw=True)
             check_cache_fits(planned, self._target.bytes_to_allocate(planned))
-        return self._worker.run(functools.partial(self._logits, checked, sinks))
-
-    def _logits(self, tokens: list[int], sinks: int) -> mx.array:
-        self._check_open()
-        result: mx.array | None = None  # (n, columns), written to in place
-        with wired_limit(), closing(self._target.new_context(sinks, self._kv.window)) as context:
-            for start in range(0, len(tokens), _LOGITS_ROWS):
-                rows = context.extend(tokens[start : start + _LOGITS_ROWS])
-                if result is None:
-                    _check_logits_fit(len(tokens), len(tokens) * rows.shape[1] * rows.dtype.size)
-                    result = mx.zeros((len(tokens), rows.shape[1]), rows.dtype)
-                result[start : start + _LOGITS_ROWS] = rows
-                mx.eval(result)
-                context.evaluate()
-                context.settle(context.length)
-        assert result is not None
-        return result
+        return self._worker.run(lambda: logits_of(self._target, checked, sinks, self._kv.window))
 
     def _begin(self, request: Request) -> Decoding:
         """On the worker: open the contexts of a generation."""
@@ -264,7 +247,7 @@ class LLM:
         if self._open == 0:
             mx.synchronize()  # a pass that plain decoding left behind is not for the next one to wait for
             self._wired.close()
-            for model in (self._target, self._draft):
+            for model in (self._target, self._draft) if not self._closed else ():
                 if model is not None:
                     model.trim()
 
@@ -313,12 +296,3 @@ class LLM:
 def _check_kv(kv: object) -> None:
     if kv is not None and not isinstance(kv, KVConfig):
         raise BadConfig(f"kv is {kv!r}; give a KVConfig, such as KVConfig(window=4096).")
-
-
-def _check_logits_fit(count: int, needed: int) -> None:
-    available = available_memory()
-    if available is not None and needed > available:
-        raise DoesNotFit(
-            f"logits of {count} tokens need {gigabytes(needed)} and {gigabytes(max(available, 0))} is available; "
-            "give fewer tokens."
-        )

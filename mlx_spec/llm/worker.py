@@ -87,6 +87,10 @@ class Worker:
 
     def _put(self, job: _Job[Result]) -> None:
         _check_process()
+        if _ending:
+            if threading.current_thread() is threading.main_thread():
+                raise MLXSpecError("the program is ending: no model runs any more.")
+            _stop()  # a daemon, which has no one to answer to
         assert self._thread is not None
         self._thread.jobs.put(job)
 
@@ -94,31 +98,28 @@ class Worker:
 class _Job(Generic[Result]):
     """A function, and what came of it."""
 
-    __slots__ = ("_done", "_error", "_result", "function")
+    __slots__ = ("_error", "_result", "done", "function")
 
     def __init__(self, function: Callable[[], Result], done: Callable[[], object]) -> None:
         self.function: Callable[[], Result] | None = function
-        self._done = done
+        self.done = done
         self._result: list[Result] = []
         self._error: BaseException | None = None
 
-    def run(self) -> Callable[[], object]:
-        """Gives back how to tell that it is done: the thread lets go of everything first, so that whoever waited can
-        free it."""
+    def run(self) -> None:
         function, self.function = self.function, None
-        if function is not None and not _ending:
+        if function is not None:
             try:
                 self._result.append(function())
             except BaseException as error:
                 self._error = error
-        return self._done
 
     def outcome(self) -> Result:
         error, self._error = self._error, None
-        if error is None and self._result:
+        if error is None:
             return self._result.pop()
         try:
-            raise error or MLXSpecError("the program is ending: no model runs any more.")
+            raise error
         finally:
             del error  # else the exception would hold itself, by this frame
 
@@ -139,14 +140,30 @@ class _Thread:
 
 def _work(jobs: SimpleQueue[_Job[Any]]) -> None:
     while True:
-        jobs.get().run()()
+        job = jobs.get()
+        if _ending:
+            break
+        job.run()
+        done = job.done
+        del job  # before it is known to be done: whoever waited can then free all that it held
+        done()
+        del done
+    _stopped.release()
+    _stop()
+
+
+def _stop() -> None:
+    """For ever, keeping all that is held: at exit MLX can neither compute nor end its threads."""
+    lock = threading.Lock()
+    while True:
+        lock.acquire()
 
 
 _threads: list[_Thread] = []
 _idle: list[_Thread] = []
 _process: int | None = None
 """Where the first thread was started."""
-_ending = False
+_ending, _stopped = False, threading.Semaphore(0)
 
 
 def _check_process() -> None:
@@ -158,13 +175,12 @@ def _check_process() -> None:
 
 
 @atexit.register
-def _stand_still() -> None:
-    """Wait for what is being computed; what is still in the queues is dropped."""
+def _end() -> None:
+    """Wait for what is being computed; what is still in the queues stays there."""
     global _ending
     _ending = True
     if _process == os.getpid():
         for thread in _threads:
-            done = threading.Lock()
-            done.acquire()
-            thread.jobs.put(_Job(lambda: None, done.release))
-            done.acquire()
+            thread.jobs.put(_Job(_end, _end))  # wakes it
+        for _ in _threads:
+            _stopped.acquire()

@@ -15,7 +15,7 @@ from mlx_spec.errors import BadConfig
 from mlx_spec.kv import PAGE
 from mlx_spec.loading.loader import LoadedModel, check_pair
 from mlx_spec.loading.tokenizer import Tokenizer
-from mlx_spec.settings import DEFAULT_SINKS, KVConfig
+from mlx_spec.settings import KVConfig
 
 _log = logging.getLogger("mlx_spec")
 
@@ -67,7 +67,7 @@ def _longest(loaded: LoadedModel, kv: KVConfig) -> int | None:
     """Positions that a sequence holds at most; None if that is open."""
     if kv.window is None:
         return loaded.context_length
-    sinks = DEFAULT_SINKS if kv.sinks is None else kv.sinks
+    sinks = kv.visible_sinks
     return None if sinks == "system" else sinks + kv.window + IN_PASSING
 
 

@@ -93,7 +93,7 @@ def test_a_pass_that_cannot_be_built_leaves_everything_as_it_was(
     divisors = [*model.pool.divisors]
     expected = np.array(PagedModel(tiny_module(), int8=int8).new_context().extend(TEXT[:101]))[-1]
     with monkeypatch.context() as patch:
-        patch.setattr(AttentionPass, "_attend", _raising(error))
+        patch.setattr(AttentionPass, "attend_to_written", _raising(error))
         with pytest.raises((DoesNotFit, RuntimeError, ValueError)):
             context.extend(TEXT[:10])
     assert model.pool.divisors == divisors
@@ -103,7 +103,7 @@ def test_a_pass_that_cannot_be_built_leaves_everything_as_it_was(
     state, in_use = context.table.state, model.pool.pages_in_use
     fits = isinstance(error, ValueError) or "else" in str(error)
     with monkeypatch.context() as patch:
-        patch.setattr(AttentionPass, "_attend", _raising(error))
+        patch.setattr(AttentionPass, "attend_to_written", _raising(error))
         with pytest.raises(type(error) if fits else DoesNotFit):
             context.extend(TEXT[100:300])
     assert (context.table.state, context.length, model.pool.pages_in_use) == (state, 100, in_use)
@@ -134,14 +134,14 @@ def test_a_pass_that_cannot_be_evaluated_can_be_taken_back(
     other = context.fork() if forked else None
     matrix = mx.zeros((2, 2))
     mx.eval(matrix)
-    attend = AttentionPass._attend
+    attend = AttentionPass.attend_to_written
 
     def failing(self: AttentionPass, layer: int, queries: mx.array, scale: float) -> mx.array:
         inverse = mx.linalg.inv(matrix, stream=mx.cpu)  # type: ignore[attr-defined]
         return attend(self, layer, queries + 0 * inverse.sum(), scale)
 
     with monkeypatch.context() as patch:
-        patch.setattr(AttentionPass, "_attend", failing)
+        patch.setattr(AttentionPass, "attend_to_written", failing)
         context.extend([1] * 200)
     with pytest.raises(DoesNotFit, match="no memory for a pass"):
         context.evaluate()
@@ -159,9 +159,9 @@ def test_a_pool_whose_last_pass_failed_for_good_serves_the_next_request(
 ) -> None:
     monkeypatch.setattr(memory, "_ALLOCATION", re.compile("LU factorization"))
     model = PagedModel(tiny_module(), int8=int8)
-    model.calibrate(TEXT[:PAGE])
+    model.take_divisors(TEXT[:PAGE])
     expected = np.array(model.new_context().extend(TEXT[:50]))
-    attend = AttentionPass._attend
+    attend = AttentionPass.attend_to_written
 
     def failing(self: AttentionPass, layer: int, queries: mx.array, scale: float) -> mx.array:
         inverse = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)  # type: ignore[attr-defined]
@@ -169,7 +169,7 @@ def test_a_pool_whose_last_pass_failed_for_good_serves_the_next_request(
 
     context = model.new_context()
     with monkeypatch.context() as patch:
-        patch.setattr(AttentionPass, "_attend", failing)
+        patch.setattr(AttentionPass, "attend_to_written", failing)
         context.extend(TEXT[:50])
     with pytest.raises(DoesNotFit):
         context.close()

@@ -291,7 +291,7 @@ def test_nothing_is_timed_where_no_kernel_is_right(tmp_path: Path) -> None:
     assert np.array_equal(result, np.array(reference.paged_attention(**arguments)))
     new = mx.ones((1, 2, 3, 64), mx.float16)
     quantize(decided, new, new, mx.ones((1, 3, 64)), mx.zeros((1, 3, 64)), mx.ones((2, 64)), False)
-    assert decided.way(pool_shape(pool(64), 3, 4), "dense") == "dense"
+    assert decided.way(pool_shape(pool(64), 3, 4, 192), "dense") == "dense"
     assert (recording.kernels, clock.asked) == ([], [])
 
 
@@ -312,7 +312,7 @@ def test_the_real_comparison_decides(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_a_head_size_without_kernel_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recording, clock = Recording(), Clock()
     decided = dispatch(tmp_path, recording, clock)
-    assert decided.way(pool_shape(pool(72), 1, 4), "dense") == "dense"
+    assert decided.way(pool_shape(pool(72), 1, 4, 192), "dense") == "dense"
     assert not caplog.records
     for rows in (1, 3, 3):
         arguments = attention_arguments(72, rows)
@@ -340,7 +340,7 @@ def test_many_rows_take_a_kernel_where_something_is_hidden(
     timed = "2 x 16 rows of 4/2 heads x 64, 1024 tokens in int8, float16"
     assert Times(memory(tmp_path), Clock()).knows(timed, ("vector", "tile", "gather"))
     for plain in ("dense", "scattered"):  # one matrix product for all rows, as for a prompt
-        assert decided.way(pool_shape(pool(64), rows, 4), plain) == plain
+        assert decided.way(pool_shape(pool(64), rows, 4, 192), plain) == plain
     assert len(clock.asked) == 1
     assert not caplog.records
 
@@ -380,8 +380,9 @@ def test_a_pass_takes_what_is_the_fastest(
         made = PagePool(layers=1, kv_heads=2, head_dim=64, dtype=mx.float32, int8=int8)
         rotary, random = Rotary(nn.RoPE(64), 64), np.random.default_rng(rows)
         whole, window = PageTable(made), PageTable(made, 4, 70)
-        made.allocate(4)
-        made.release([0, 2, 3])
+        other = PageTable(made)
+        other.append(2 * PAGE)
+        other.pages = other.pages[1:]  # page 1 is another's
         for table, count in ((whole, 64), (window, 60), (window, 60), (window, rows), (whole, rows), (whole, 60)):
             table.append(count)
             new = [mx.array(random.standard_normal((1, n, count, 64)).astype(np.float32)) for n in (4, 2, 2)]
@@ -406,7 +407,7 @@ def test_quantization_takes_the_faster_way(tmp_path: Path, way: str) -> None:
 
 def pool(head_dim: int, int8: bool = True) -> PagePool:
     made = PagePool(layers=1, kv_heads=2, head_dim=head_dim, dtype=mx.float16, int8=int8)
-    made.allocate(3)
+    made.reserve(3)
     return made
 
 
@@ -414,11 +415,11 @@ def pool(head_dim: int, int8: bool = True) -> PagePool:
 def test_a_kernel_is_preferred_where_it_is_faster(tmp_path: Path, int8: bool) -> None:
     clock = Clock(vector=2, tile=4, dense=1, scattered=3)
     decided = dispatch(tmp_path, Recording(), clock)
-    shape = pool_shape(pool(64, int8), 3, 4)
+    shape = pool_shape(pool(64, int8), 3, 4, 192)
     assert (shape.length, shape.storage) == (192, mx.int8 if int8 else mx.float16)
     assert decided.way(shape, "dense") == "dense"
     assert decided.way(shape, "scattered") == "vector"
-    assert decided.way(pool_shape(pool(64, int8), 17, 4), "scattered") == "scattered"
+    assert decided.way(pool_shape(pool(64, int8), 17, 4, 192), "scattered") == "scattered"
     assert clock.asked == [["dense", "tile", "vector"], ["scattered", "tile", "vector"]]
 
 

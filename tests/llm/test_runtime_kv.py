@@ -392,3 +392,38 @@ def test_int8_answers_do_not_depend_on_what_was_asked_before(make: Make) -> None
     used.logits([3])
     used.generate([5, 6], max_tokens=3)
     assert mx.array_equal(used.logits(PROMPT), expected).item()
+
+
+# What evaluation sees is what generation sees.
+
+
+@pytest.mark.parametrize("kv", [KVConfig(window=65, sinks=4), KVConfig("int8", window=70), KVConfig()], ids=str)
+def test_logits_are_those_of_generation(make: Make, kv: KVConfig) -> None:
+    """One token after the other, behind the window that there is."""
+    llm = make(kv)
+    sinks = 0 if kv.window is None else 4
+    context = llm._target.new_context(sinks, kv.window)
+    expected = []
+    for token in PROMPT[:200]:
+        expected.append(np.array(context.extend([token]).astype(mx.float32))[0])
+        context.evaluate()
+        context.settle(context.length)
+    context.close()
+    found = np.array(llm.logits(PROMPT[:200]).astype(mx.float32))
+    np.testing.assert_allclose(found, np.array(expected), atol=2e-3)
+    if kv.window is not None:
+        everything = np.array(make(KVConfig(kv.storage)).logits(PROMPT[:200]).astype(mx.float32))
+        assert np.abs(found[150:] - everything[150:]).max() > 0.01
+    assert in_use(llm) == 0
+
+
+def test_logits_of_more_tokens_than_there_are_positions_are_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BadConfig, match=f"takes {CONTEXT} at most"):
+        make().logits([5] * (CONTEXT + 1))
+    assert make().logits([5] * CONTEXT).shape[0] == CONTEXT
+    assert make(KVConfig(window=65)).logits([5] * (CONTEXT + 100)).shape[0] == CONTEXT + 100
+    monkeypatch.setattr("mlx_spec.llm.evaluation.available_memory", lambda: 1000)
+    with pytest.raises(DoesNotFit, match="logits of 300 tokens need"):
+        make().logits([5] * 300)

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-
 from mlx_spec.cli.bench.prompts import WARM_UP, BenchPrompt
 from mlx_spec.cli.progress import Progress, untold
 from mlx_spec.errors import MLXSpecError
@@ -114,7 +112,6 @@ def measure(
             first = index % len(ways)
             for way in (*ways[first:], *ways[:first]):
                 progress(f"{prompt.name}, {way.name}", done, total)
-                mx.synchronize()  # a pass that plain decoding left behind is not for the next way to wait for
                 completion = llm.generate(
                     prompt.text, sampling=seeded, speculation=way.speculation, max_tokens=max_tokens
                 )
