@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,3 +81,10 @@ def test_the_figure_has_the_rooms_in_their_order(document: str) -> None:
     lines = (PACKAGE.parent / document).read_text(encoding="utf-8").splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("cli   "))
     assert [line.split()[0] for line in lines[first : first + len(ROOMS)]] == list(ROOMS)
+
+
+def test_what_is_named_for_contributors_is_there() -> None:
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`", text))
+    assert len(named) > 15
+    assert [name for name in named if not any((root / name).exists() for root in (PACKAGE, PACKAGE.parent))] == []
