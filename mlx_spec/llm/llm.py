@@ -228,7 +228,8 @@ class LLM:
                 self._wired.enter_context(wired_limit())
             target = self._target.new_context(request.sinks, self._kv.window)
             opened.callback(target.close)
-            target.reserve(request.planned)
+            ahead = request.speculation.draft_tokens  # a fixed number is drafted past the limit too
+            target.reserve(request.planned + (0 if ahead == "auto" else ahead))
             drafting = self._drafters.drafting(
                 request.drafter, request.speculation, request.sampling, request.sinks, self.vocabulary_size,
                 lambda drafting: self._calibrations.learner(

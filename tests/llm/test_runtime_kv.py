@@ -427,3 +427,17 @@ def test_logits_of_more_tokens_than_there_are_positions_are_refused(
     monkeypatch.setattr("mlx_spec.llm.evaluation.available_memory", lambda: 1000)
     with pytest.raises(DoesNotFit, match="logits of 300 tokens need"):
         make().logits([5] * 300)
+
+
+@pytest.mark.parametrize("speculation", [PLAIN, Speculation(8, "model"), Speculation(15, "lookup")], ids=str)
+def test_room_for_an_answer_is_made_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch, speculation: Speculation
+) -> None:
+    """For the prompt, the answer and, with a fixed number of drafts, what its last round drafts past the limit."""
+    llm = make(draft=2)
+    grown: list[pool.PagePool] = []
+    grow = pool.PagePool._grow
+    monkeypatch.setattr(pool.PagePool, "_grow", lambda self, *a: (grown.append(self), grow(self, *a))[1])
+    for count in (70, 71, 127):
+        llm.generate(PROMPT[:count], max_tokens=5 * PAGE - count, speculation=speculation)
+    assert grown.count(llm._target.pool) == 1  # type: ignore[attr-defined]

@@ -93,6 +93,7 @@ class DraftModel:
         """Read all of `tokens` but the last, if the draft can go on from there."""
         if self.reads(len(tokens)):
             started, lag = perf_counter(), self.lag(tokens)
+            self.context.reserve(len(tokens))
             prefill(self.context, self._known(tokens), progress)
             if lag >= _TELLING_PROMPT:
                 self._reading.seconds = (perf_counter() - started) / lag
