@@ -438,6 +438,6 @@ def test_room_for_an_answer_is_made_once(
     grown: list[pool.PagePool] = []
     grow = pool.PagePool._grow
     monkeypatch.setattr(pool.PagePool, "_grow", lambda self, *a: (grown.append(self), grow(self, *a))[1])
-    for count in (70, 71, 127):
-        llm.generate(PROMPT[:count], max_tokens=5 * PAGE - count, speculation=speculation)
+    for count in (90, 91, 120):
+        llm.generate(PROMPT[:count], max_tokens=2 * PAGE - count, speculation=speculation)
     assert grown.count(llm._target.pool) == 1  # type: ignore[attr-defined]
