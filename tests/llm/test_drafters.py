@@ -436,3 +436,15 @@ def test_figures_of_real_answers_in_a_line(make: Make) -> None:
     assert f"1.00 tokens per target pass, K 0, {parked.parked_passes} of 60 passes parked, prefill" in line
     plain = console.statistics_line(figures(make(2), draft_tokens=0))
     assert "1.00 tokens per target pass, prefill" in plain
+
+
+def test_reading_the_prompt_says_what_reading_costs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read in pieces, between which others get their turn."""
+    seen: list[float] = []
+    offer = DraftModel.offer
+    monkeypatch.setattr(
+        DraftModel, "offer", lambda self, *given: (seen.append(self._reading.seconds), offer(self, *given))[1]
+    )
+    figures(make(1, known=None), prompt=PROMPT * 4, drafter="model", max_tokens=5)
+    assert seen
+    assert min(seen) > 0

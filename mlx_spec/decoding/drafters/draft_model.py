@@ -92,11 +92,13 @@ class DraftModel:
     def prefill(self, tokens: Sequence[int], progress: Callable[[int], None] | None = None) -> None:
         """Read all of `tokens` but the last, if the draft can go on from there."""
         if self.reads(len(tokens)):
-            started, lag = perf_counter(), self.lag(tokens)
             self.context.reserve(len(tokens))
-            prefill(self.context, self._known(tokens), progress)
-            if lag >= _TELLING_PROMPT:
-                self._reading.seconds = (perf_counter() - started) / lag
+            started, before = perf_counter(), self.context.length
+            try:
+                prefill(self.context, self._known(tokens), progress)
+            finally:  # also where progress ends it, to go on later
+                if (read := self.context.length - before) >= _TELLING_PROMPT:
+                    self._reading.seconds = (perf_counter() - started) / read
 
     def reads(self, length: int) -> bool:
         """Whether the draft's own context reaches that far: `prefill` does nothing otherwise."""
