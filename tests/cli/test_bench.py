@@ -15,7 +15,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from directories import write_model
 from fake_speeds import DRAFT_BYTES, SPEEDS, TARGET_BYTES, FakeLLM, fake_load, statistics
@@ -152,15 +151,6 @@ def test_ways_with_and_without_a_draft() -> None:
     }  # fmt: skip
     alone: Any = FakeLLM("alone", None)
     assert [way.name for way in ways_of(alone, [3])] == ["plain", "lookup"]
-
-
-def test_no_way_waits_for_what_another_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, steps = FakeLLM("pair", None), []
-    generate = llm.generate
-    monkeypatch.setattr(mx, "synchronize", lambda: steps.append("waited"))
-    monkeypatch.setattr(llm, "generate", lambda *a, **k: (steps.append("generated"), generate(*a, **k))[1])
-    runs = measured(llm)
-    assert steps == ["waited", "generated"] * len(runs)
 
 
 def test_all_ways_take_turns_in_changing_order() -> None:
