@@ -21,7 +21,7 @@ from mlx_spec.calibration import timing as measurement
 from mlx_spec.calibration.filters import Filters
 from mlx_spec.calibration.learner import Learner, draft_names, rows_name
 from mlx_spec.calibration.record import LEAST_SECONDS, ROWS, Calibration, Store
-from mlx_spec.calibration.timing import GREEDY, ROOM, Progress
+from mlx_spec.calibration.timing import GREEDY, ROOM, Announce
 from mlx_spec.decoding.drafters.draft_model import draft_context
 from mlx_spec.errors import BadConfig, DoesNotFit
 from mlx_spec.loading.language_models import language_models, sample_tokens
@@ -142,7 +142,7 @@ def calibrate(
     *,
     sampling: Sampling = GREEDY,
     lengths: Sequence[int] = LENGTHS,
-    progress: Progress = lambda what: None,
+    progress: Announce = lambda what: None,
     kept: Store | None = None,
 ) -> Iterator[Calibration | LeftOut]:
     """Measure after texts of several lengths, remembering each result before it is given.
@@ -198,7 +198,7 @@ def calibrate(
             yield found
 
 
-def _tell(progress: Progress, length: int, what: str) -> None:
+def _tell(progress: Announce, length: int, what: str) -> None:
     progress(f"{length} tokens: {what}")
 
 

@@ -21,7 +21,7 @@ from mlx_spec.errors import MLXSpecError
 from mlx_spec.machine.memory import available_memory
 from mlx_spec.settings import Sampling
 
-Progress = Callable[[str], None]
+Announce = Callable[[str], None]
 """Told what is timed next."""
 
 ROOM = 32
@@ -58,7 +58,7 @@ def measure(
     sampling: Sampling = GREEDY,
     rows: Iterable[int] = ROWS,
     budget_seconds: float,
-    progress: Progress | None = None,
+    progress: Announce | None = None,
 ) -> Calibration:
     """Time passes of contexts that hold a text, and leave the contexts as they were, however this ends.
 
@@ -197,7 +197,7 @@ class _Passes:
 class _Stopwatch:
     """Samples of passes, within a budget."""
 
-    def __init__(self, budget_seconds: float, progress: Progress | None) -> None:
+    def __init__(self, budget_seconds: float, progress: Announce | None) -> None:
         self._deadline = perf_counter() + budget_seconds
         self._progress = progress
         self._samples: dict[_Timed, list[float]] = {}
