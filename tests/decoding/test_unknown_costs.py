@@ -73,3 +73,9 @@ def test_matches_find_out_rows_without_a_draft_model() -> None:
     played = replay(text, unknown(costs, ["lookup"]), alone, lookup=Suffixes(), learner=learner)
     assert played.speedup > 1
     assert learner.costs(0).most_rows > 4
+
+
+def test_who_knows_no_costs_does_not_say_that_drafts_cannot_win() -> None:
+    costs = TABLES["CPU pair"]
+    assert replay(trace("steady 0.1", 60), unknown(costs), costs, learner=Learning(costs)).parked_passes == 0
+    assert replay(trace("steady 0.1", 60), automatic(costs), costs).parked_passes > 0

@@ -49,7 +49,7 @@ class AutoSchedule:
 
     def __init__(self, costs: Costs, most_draft_tokens: int, outlooks: Sequence[Outlook]) -> None:
         """outlooks: of those drafters that may ever be offered."""
-        self.parked = self.whole_rounds = False
+        self.parked = self.whole_rounds = self._waiting = False
         self._furthest = most_draft_tokens
         self._standings = {outlook.drafter: _Standing(outlook) for outlook in outlooks}
         self._venture = Venture()
@@ -85,13 +85,14 @@ class AutoSchedule:
         self._rate = max(1.0, highest)
         if best is not None and highest > 1:
             losing.remove(best)
-        self._probing = self._venturing = self.parked = False
+        self._probing = self._venturing = False
         choice = self._venture_on(offers) or self._probe(losing)
         if choice is None and best is not None and highest > 1:
             asked = self.stops_early and self._standings[best.drafter].outlook.sureness is not None
             few = 1 + next(k for k, rate in enumerate(best_rates) if rate >= highest * self._close)
             choice = best, min(self._most, best.tokens) if asked else few
-        self.parked = choice is None and len(offers) > 0
+        self._waiting = choice is None and len(offers) > 0
+        self.parked = self._waiting and self._most > 0  # else nobody knows whether it could win
         self._chosen = self._standings[choice[0].drafter] if choice is not None else None
         return choice
 
@@ -147,7 +148,7 @@ class AutoSchedule:
         self._probing = self._venturing = False
 
     def plain_rounds(self) -> int:
-        if not self.parked:
+        if not self._waiting:
             return 0
         least = sys.maxsize
         for name, standing in self._standings.items():
