@@ -131,14 +131,17 @@ def test_async_for(llm: LLM) -> None:
     assert asyncio.run(several()) == [expected] * 4
 
 
-def test_time_between_chunks_is_not_decoding_time(llm: LLM) -> None:
-    generation = llm.stream(PROMPT, max_tokens=12)
+def test_time_between_chunks_is_not_decoding_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that the caller moves."""
+    away = 0.0
+    clock = time.perf_counter
+    monkeypatch.setattr("mlx_spec.llm.generation.time.perf_counter", lambda: clock() + away)
     statistics = None
-    for chunk in generation:
-        time.sleep(0.05)
+    for chunk in llm.stream(PROMPT, max_tokens=12):
+        away += 1000
         statistics = chunk.statistics
     assert statistics is not None
-    assert statistics.decode_seconds < 0.05 * statistics.target_passes / 2
+    assert 0 < statistics.prefill_seconds + statistics.decode_seconds < 1000
 
 
 def test_an_exception_while_waiting_ends_the_generation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +303,7 @@ except KeyboardInterrupt:
     print("interrupted", len(llm.generate(P, max_tokens=3).tokens))
 """
     done = run(program, pair)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted 3\n", "")
+    assert (done.returncode, done.stdout) == (0, "interrupted 3\n")
 
 
 def test_threads_are_taken_over() -> None:
